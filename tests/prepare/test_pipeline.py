@@ -1,6 +1,8 @@
 """prepare_data.py from text to shards: what lies in them, cut off, in any number of processes, with
 wrong input; its speed."""
 
+import io
+import itertools
 import json
 import math
 import os
@@ -13,10 +15,11 @@ import sys
 import time
 import tracemalloc
 import unicodedata
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from hashlib import blake2b, sha256
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,48 +30,55 @@ from datatrove.executor import slurm
 from bench import data as benchmark
 from lib import progress
 from lib.errors import UserError
-from lib.files import read_bytes
+from lib.files import read_bytes, write_json
 from prepare import harvest, layout, pieces, text_reader, writing
 from prepare.decontaminate import found_in, read_grams
 from prepare_data import main
 from runtime import shards
-from runtime.tokenizer import load_tokenizer
+from runtime.tokenizer import Tokenizer, load_tokenizer
 from tests.conftest import ROOT, asked, process
-from tests.helpers.faults import flip_bit
+from tests.helpers.faults import children, flip_bit, wait_for
 from tests.helpers.text_files import DOCUMENTS, PACK, some_documents, write, write_rows
 
 
-def split_of(data: bytes, val_per_10k: int = 2000):
-    """The split rule, told a second time."""
-    return (
-        "val"
-        if int.from_bytes(blake2b(data, digest_size=8).digest(), "little") % 10_000 < val_per_10k
-        else "train"
-    )
+def hash_of(data: bytes) -> int:
+    """blake2b-64, written a second time."""
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
 
 
-def due(documents: list[str], tokenizer: str = "byte", val_per_10k: int = 2000, budget=math.inf):
+def split_of(data: bytes, val_per_10k: int = 2000) -> str:
+    """The split rule, written a second time."""
+    return "val" if hash_of(data) % 10_000 < val_per_10k else "train"
+
+
+def due(
+    documents: list[str],
+    tokenizer: str = "byte",
+    val_per_10k: int = 2000,
+    budget: float = math.inf,
+) -> dict[str, list[int]]:
     """The ids that must lie in each split: of each text the first copy, in order, up to the one
     that fills the budget."""
-    tok, ids = load_tokenizer(tokenizer), {"train": [], "val": []}
+    tok = load_tokenizer(tokenizer)
+    ids: dict[str, list[int]] = {"train": [], "val": []}
     for text in dict.fromkeys(documents):
         if text.strip() and len(ids["train"]) < budget:
-            ids[split_of(text.encode(), val_per_10k)] += [tok.eot, *tok.encode(text).tolist()]
+            split = split_of(text.encode(), val_per_10k)
+            ids[split] += [tok.eot, *tok.encode(text).tolist()]
     return ids
 
 
-def found(folder: Path):
-    return {
-        split: (
-            np.concatenate(
-                [np.fromfile(path, "<u2") for path in sorted(folder.glob(f"{split}_*.bin"))]
-            ).tolist()
-        )
-        for split in ("train", "val")
-    }
+def found(folder: Path) -> dict[str, list[int]]:
+    """The ids that lie in the shards of each split."""
+    ids = {}
+    for split in ("train", "val"):
+        paths = sorted(folder.glob(f"{split}_*.bin"))
+        ids[split] = np.concatenate([np.fromfile(path, "<u2") for path in paths]).tolist()
+    return ids
 
 
-def content(folder: Path):
+def content(folder: Path) -> dict[str, bytes]:
+    """The bytes of each file in a folder, by its relative path."""
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in sorted(folder.rglob("*"))
@@ -76,7 +86,9 @@ def content(folder: Path):
     }
 
 
-def local(*files: object, out, **options: object):
+def local(*files: object, out: Path | str, **options: object) -> int:
+    """The exit code of `prepare_data.py local`: bytes as tokens, a fifth of the documents for
+    validation."""
     options = {
         "name": "mine",
         "tokenizer": "byte",
@@ -84,57 +96,85 @@ def local(*files: object, out, **options: object):
         "processes": 1,
         "out": out,
     } | options
-    return main(["local", *map(str, files), *(f"{key}={value}" for key, value in options.items())])
+    words = [f"{key}={value}" for key, value in options.items()]
+    return main(["local", *map(str, files), *words])
 
 
 # ------------------------------------------------------------------------------------------ shards
 
+BANNED = "which of these thirteen words in a row may no document of the set ever hold"
 
-@pytest.mark.parametrize("tokenizer", ["byte", "gpt2"])
-def test_shards_hold_the_documents_in_order(tmp_path: Path, tokenizer: str):
-    first_train = next(
-        text
-        for text in map(str, range(10**6))
-        if split_of(text.encode(), 2001) != split_of(text.encode())
+
+@dataclass
+class Prepared:
+    """A source made of one file, against an evaluation file that holds BANNED."""
+
+    folder: Path
+    documents: list[str]  # those that it must hold
+    tokenizer_name: str
+    tokenizer: Tokenizer
+    index: dict[str, Any]
+
+    def documents_of(self, split: str) -> list[str]:
+        return [text for text in self.documents if split_of(text.encode()) == split]
+
+
+def text_at_the_border_of_the_splits() -> str:
+    """A text with the least hash that the validation split does not take."""
+    texts = map(str, itertools.count())
+    return next(text for text in texts if hash_of(text.encode()) % 10_000 == 2000)
+
+
+@pytest.fixture(scope="module", params=["byte", "gpt2"])
+def prepared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    base = tmp_path_factory.mktemp("prepared")
+    evaluation = base / "eval.txt"
+    evaluation.write_text(BANNED)
+    border = text_at_the_border_of_the_splits()
+    file = write(base / "a.jsonl", [*DOCUMENTS, f"so: {BANNED.upper()}!", border])
+    tokenizer = request.param
+    code = local(file, out=base, tokenizer=tokenizer, license="CC0-1.0", decontaminate=evaluation)
+    assert code == 0
+    return Prepared(
+        folder=base / "mine",
+        documents=[*DOCUMENTS, border],
+        tokenizer_name=tokenizer,
+        tokenizer=load_tokenizer(tokenizer),
+        index=json.loads((base / "mine/index.json").read_text()),
     )
-    # with the least hash that the validation split does not take
-    documents = [*DOCUMENTS, first_train]
-    gram, evaluation = (
-        "which of these thirteen words in a row may no document of the set ever hold",
-        tmp_path / "eval.txt",
-    )
-    evaluation.write_text(gram)
-    file = write(tmp_path / "a.jsonl", [*DOCUMENTS, f"so: {gram.upper()}!", first_train])
-    assert (
-        local(file, out=tmp_path, tokenizer=tokenizer, license="CC0-1.0", decontaminate=evaluation)
-        == 0
-    )
-    index, tok, ids = (
-        json.loads((tmp_path / "mine/index.json").read_text()),
-        load_tokenizer(tokenizer),
-        due(documents, tokenizer),
-    )
-    assert found(tmp_path / "mine") == ids
-    for split in ids:
-        chosen = [d for d in documents if split_of(d.encode()) == split]
-        assert ids[split].count(tok.eot) == len(chosen), "text that spells <|endoftext|> stays text"
-        data = (tmp_path / "mine" / f"{split}_00000.bin").read_bytes()
-        shard = {
-            "file": f"{split}_00000.bin",
-            "tokens": len(ids[split]),
-            "sha256": sha256(data).hexdigest(),
-        }
-        assert index["splits"][split] == {
-            "documents": len(chosen),
-            "text_bytes": sum(len(d.encode()) for d in chosen),
-            "tokens": len(ids[split]),
-            "shards": [shard],
-        }
-    hashes = sorted(
-        int.from_bytes(blake2b(d.encode(), digest_size=8).digest(), "little") for d in documents
-    )
-    assert np.load(tmp_path / "mine/hashes.npy").tolist() == hashes
-    wanted = {
+
+
+def test_shards_hold_the_documents_in_order(prepared: Prepared) -> None:
+    assert found(prepared.folder) == due(prepared.documents, prepared.tokenizer_name)
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_text_that_spells_end_of_text_stays_text(prepared: Prepared, split: str) -> None:
+    ids = found(prepared.folder)[split]
+    assert ids.count(prepared.tokenizer.eot) == len(prepared.documents_of(split))
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_the_index_describes_each_split_and_its_shards(prepared: Prepared, split: str) -> None:
+    documents = prepared.documents_of(split)
+    tokens = len(due(prepared.documents, prepared.tokenizer_name)[split])
+    name = f"{split}_00000.bin"
+    digest = sha256((prepared.folder / name).read_bytes()).hexdigest()
+    assert prepared.index["splits"][split] == {
+        "documents": len(documents),
+        "text_bytes": sum(len(text.encode()) for text in documents),
+        "tokens": tokens,
+        "shards": [{"file": name, "tokens": tokens, "sha256": digest}],
+    }
+
+
+def test_the_hash_of_each_document_is_kept_in_ascending_order(prepared: Prepared) -> None:
+    hashes = np.load(prepared.folder / "hashes.npy").tolist()
+    assert hashes == sorted(hash_of(text.encode()) for text in prepared.documents)
+
+
+def test_the_index_says_what_the_source_was_made_of(prepared: Prepared) -> None:
+    expected = {
         "format_version": 2,
         "dtype": "uint16",
         "source": "mine",
@@ -143,207 +183,385 @@ def test_shards_hold_the_documents_in_order(tmp_path: Path, tokenizer: str):
         "skipped": [],
         "is_whole": True,
         "budget": None,
-        "tokenizer": tokenizer,
-        "tokenizer_sha256": tok.sha256,
+        "tokenizer": prepared.tokenizer_name,
+        "tokenizer_sha256": prepared.tokenizer.sha256,
         "license": "CC0-1.0",
-        "vocab_size": tok.vocab_size,
+        "vocab_size": prepared.tokenizer.vocab_size,
         "dataset": "local: a.jsonl; column text",
         "empty": 0,
         "contaminated": 1,
         "decontaminated_against": [
-            {"file": "eval.txt", "sha256": sha256(gram.encode()).hexdigest()}
+            {"file": "eval.txt", "sha256": sha256(BANNED.encode()).hexdigest()}
         ],
     }
-    assert wanted.items() <= index.items() and "% 10000 < 2000" in index["split_rule"]
+    assert {key: prepared.index[key] for key in expected} == expected
 
 
-def test_files_of_all_formats_and_packings_are_read(tmp_path: Path):
+def test_the_index_states_the_split_rule(prepared: Prepared) -> None:
+    assert "% 10000 < 2000" in prepared.index["split_rule"]
+
+
+def test_files_of_all_formats_and_packings_are_read(tmp_path: Path) -> None:
     files = [write(tmp_path / "a.parquet", DOCUMENTS[:10])]
+    expected = DOCUMENTS[:10]
     for i, (packing, pack) in enumerate(PACK.items()):
-        files += [
-            write(tmp_path / f"a.jsonl{packing}", DOCUMENTS[10 + i : 20 : 4]),
-            tmp_path / f"a.txt{packing}",
-        ]
-        files[-1].write_bytes(pack(DOCUMENTS[20 + i].encode()))
-    wanted = [
-        *DOCUMENTS[:10],
-        *(text for i in range(4) for text in [*DOCUMENTS[10 + i : 20 : 4], DOCUMENTS[20 + i]]),
-    ]
-    assert local(*files, out=tmp_path) == 0 and found(tmp_path / "mine") == due(wanted)
+        lines = DOCUMENTS[10 + i : 20 : 4]
+        text = DOCUMENTS[20 + i]
+        text_file = tmp_path / f"a.txt{packing}"
+        text_file.write_bytes(pack(text.encode()))
+        files += [write(tmp_path / f"a.jsonl{packing}", lines), text_file]
+        expected += [*lines, text]
+    assert local(*files, out=tmp_path) == 0
+    assert found(tmp_path / "mine") == due(expected)
+
+
+def test_files_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
     twins = [
-        write(tmp_path / side / "a.jsonl", DOCUMENTS[i::2])
-        for i, side in enumerate(("one", "other"))
+        write(tmp_path / "one/a.jsonl", DOCUMENTS[::2]),
+        write(tmp_path / "other/a.jsonl", DOCUMENTS[1::2]),
     ]
     assert local(*twins, out=tmp_path, name="twins", tokenizer="gpt2") == 0
-    assert shards.read_index(tmp_path / "twins").files == [*map(str, twins)], (
-        "of one name: their folders tell them apart"
-    )
+    assert shards.read_index(tmp_path / "twins").files == [str(file) for file in twins]
 
 
-def test_odd_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    """Half characters, nulls, blank lines, byte order marks, bytes that are not UTF-8; a long .txt
-    is cut at blank lines."""
-    rows = b'\xef\xbb\xbf{"text": "a\\ud800b"}\n\n{"text": "\\ud83d\\ude42"}\n{"text": null}\n'
-    rows += (
+@pytest.fixture
+def odd_lines(tmp_path: Path) -> Path:
+    """Lines of JSON after a byte order mark: half a character, a blank line, an escaped pair, two
+    documents that are empty, a byte that is not UTF-8; then DOCUMENTS."""
+    odd = (
+        b'\xef\xbb\xbf{"text": "a\\ud800b"}\n\n{"text": "\\ud83d\\ude42"}\n{"text": null}\n'
         b'{"text": " \\n"}\n{"text": "\xff"}\n'
-        + write(tmp_path / "a.jsonl", DOCUMENTS).read_bytes()
     )
-    (tmp_path / "a.jsonl").write_bytes(rows)
-    assert local(tmp_path / "a.jsonl", out=tmp_path) == 0
-    assert "copies 0, empty 2" in capsys.readouterr().out
+    file = write(tmp_path / "a.jsonl", DOCUMENTS)
+    file.write_bytes(odd + file.read_bytes())
+    return file
+
+
+def test_what_is_no_character_in_a_line_of_json_is_replaced(
+    odd_lines: Path, tmp_path: Path
+) -> None:
+    assert local(odd_lines, out=tmp_path) == 0
     assert found(tmp_path / "mine") == due(["a\ufffdb", "🙂", "\ufffd", *DOCUMENTS])
-    texts = pyarrow.array([b"good", b"caf\xe9", None, *map(str.encode, DOCUMENTS)]).view(
-        pyarrow.string()
-    )
-    pyarrow.parquet.write_table(
-        pyarrow.table({"text": texts}), tmp_path / "c.parquet", row_group_size=7
-    )
-    assert local(tmp_path / "c.parquet", out=tmp_path / "other") == 0
+
+
+def test_null_and_white_space_count_as_empty_documents(
+    odd_lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert local(odd_lines, out=tmp_path) == 0
+    assert "copies 0, empty 2" in capsys.readouterr().out
+
+
+def test_bytes_of_parquet_that_are_not_utf8_are_replaced(tmp_path: Path) -> None:
+    encoded = [b"good", b"caf\xe9", None, *map(str.encode, DOCUMENTS)]
+    # a view, as pyarrow makes no string of such bytes
+    texts = pyarrow.array(encoded).view(pyarrow.string())
+    file = tmp_path / "c.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), file, row_group_size=7)
+    assert local(file, out=tmp_path / "other") == 0
     assert found(tmp_path / "other/mine") == due(["good", "caf\ufffd", *DOCUMENTS])
+
+
+def test_a_long_text_file_is_cut_at_blank_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(text_reader, "TXT_CHARS", 100)
     paragraphs = [f"line {n}\n" * 20 + "\n" for n in range(20)]
-    (tmp_path / "b.txt").write_bytes("".join(paragraphs).replace("\n", "\r\n").encode())
-    assert local(tmp_path / "b.txt", out=tmp_path, name="cut") == 0
+    file = tmp_path / "b.txt"
+    file.write_bytes("".join(paragraphs).replace("\n", "\r\n").encode())
+    assert local(file, out=tmp_path, name="cut") == 0
     assert found(tmp_path / "cut") == due(paragraphs)
 
 
-def test_shards_are_cut_at_their_size_and_verified(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    file = write(tmp_path / "a.jsonl", DOCUMENTS)
-    monkeypatch.setattr(shards, "SHARD_TOKENS", 100)
-    monkeypatch.setattr(writing, "BLOCK", 70)
-    assert local(file, out=tmp_path / "cut") == 0
-    assert found(tmp_path / "cut/mine") == due(DOCUMENTS)
-    for split in shards.read_index(tmp_path / "cut/mine").splits.values():
-        sizes = [shard.tokens for shard in split.shards]
-        assert len(sizes) > 2 and set(sizes[:-1]) == {100} and 0 < sizes[-1] <= 100
-    assert main(["--verify", str(tmp_path)]) == main(["verify", str(tmp_path / "cut/mine")]) == 0
-    assert capsys.readouterr().out.count("OK  ") == 2
+@pytest.fixture(scope="module")
+def small_shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder whose source cut/mine has shards of 100 tokens; shared, so no test may change it."""
+    base = tmp_path_factory.mktemp("small_shards")
+    file = write(base / "a.jsonl", DOCUMENTS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shards, "SHARD_TOKENS", 100)
+        patch.setattr(writing, "BLOCK", 70)
+        assert local(file, out=base / "cut") == 0
+    return base
+
+
+def test_shards_go_on_with_one_another(small_shards: Path) -> None:
+    assert found(small_shards / "cut/mine") == due(DOCUMENTS)
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_every_shard_but_the_last_is_full(small_shards: Path, split: str) -> None:
+    index = shards.read_index(small_shards / "cut/mine")
+    *full, last = [shard.tokens for shard in index.splits[split].shards]
+    assert len(full) >= 2
+    assert set(full) == {100}
+    assert 0 < last <= 100
+
+
+@pytest.mark.parametrize("command, folder", [("--verify", "."), ("verify", "cut/mine")])
+def test_verify_reports_whole_shards(
+    small_shards: Path, capsys: pytest.CaptureFixture[str], command: str, folder: str
+) -> None:
+    assert main([command, str(small_shards / folder)]) == 0
+    assert capsys.readouterr().out.count("OK  ") == 1
+
+
+def test_verify_names_a_damaged_shard(
+    small_shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(small_shards / "cut", tmp_path / "cut")
     shard = tmp_path / "cut/mine/val_00001.bin"
     flip_bit(shard, 100)
-    assert (
-        main(["--verify", str(tmp_path / "cut")]) == 2
-        and f"{shard} is damaged" in capsys.readouterr().err
-    )
+    assert main(["--verify", str(tmp_path / "cut")]) == 2
+    assert f"{shard} is damaged" in capsys.readouterr().err
+
+
+def test_verify_refuses_a_folder_that_is_not_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert "there is no" in asked(capsys, main, "--verify", tmp_path / "nowhere", code=2)
 
 
-def test_copies_are_dropped_within_and_across_files_and_sources_and_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(layout, "SORTED_AT_ONCE", 9)  # the hashes are taken in ranges
-    texts = {
-        "one": [*DOCUMENTS[:25], "", *DOCUMENTS[:3]],
-        "two": DOCUMENTS[20:],
-        "three": DOCUMENTS[:5] + some_documents(20, 7),
-    }
-    for name, documents in texts.items():
-        halves = [
-            write(tmp_path / name / f"{i}.jsonl", documents[i * 15 : (i + 1) * 15])
-            for i in range(2)
-        ]
-        assert (
-            local(*halves, out=tmp_path / "data", name=name, processes=2 if name == "two" else 1)
-            == 0
-        )
-    duplicates = {name: shards.read_index(tmp_path / "data" / name).duplicates for name in texts}
+# ------------------------------------------------------------------------------------------ copies
+
+TEXTS_OF_SOURCES = {
+    "one": [*DOCUMENTS[:25], "", *DOCUMENTS[:3]],
+    "two": DOCUMENTS[20:],
+    "three": DOCUMENTS[:5] + some_documents(20, 7),
+}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data folder with the sources of TEXTS_OF_SOURCES, each of two files; shared, so no test may
+    change it."""
+    base = tmp_path_factory.mktemp("sources")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout, "SORTED_AT_ONCE", 9)  # the hashes are taken in ranges
+        for name, documents in TEXTS_OF_SOURCES.items():
+            halves = [
+                write(base / name / "0.jsonl", documents[:15]),
+                write(base / name / "1.jsonl", documents[15:]),
+            ]
+            processes = 2 if name == "two" else 1
+            assert local(*halves, out=base / "data", name=name, processes=processes) == 0
+    return base / "data"
+
+
+@pytest.fixture
+def own_sources(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of `sources` that a test may change."""
+    monkeypatch.setattr(layout, "SORTED_AT_ONCE", 9)
+    return shutil.copytree(sources, tmp_path / "data")
+
+
+@pytest.fixture
+def copies_file(tmp_path: Path) -> Path:
+    """A file whose documents all lie in source one."""
+    return write(tmp_path / "b.jsonl", DOCUMENTS[:9])
+
+
+def test_copies_are_counted_by_the_source_that_held_them_first(sources: Path) -> None:
+    duplicates = {name: shards.read_index(sources / name).duplicates for name in TEXTS_OF_SOURCES}
     assert duplicates == {"one": {"one": 3}, "two": {"one": 5}, "three": {"one": 5}}
-    assert found(tmp_path / "data/one") == due(texts["one"]) and found(
-        tmp_path / "data/two"
-    ) == due(DOCUMENTS[25:])
-    assert (
-        local(write(tmp_path / "b.jsonl", DOCUMENTS[:9]), out=tmp_path / "data", name="four") == 2
-    )
+
+
+def test_copies_within_a_source_are_dropped(sources: Path) -> None:
+    assert found(sources / "one") == due(TEXTS_OF_SOURCES["one"])
+
+
+def test_copies_of_an_earlier_source_are_dropped(sources: Path) -> None:
+    assert found(sources / "two") == due(DOCUMENTS[25:])
+
+
+def test_a_source_of_copies_alone_is_refused(
+    own_sources: Path, copies_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert local(copies_file, out=own_sources, name="four") == 2
     assert "left out are copies 9" in capsys.readouterr().err
-    assert local(tmp_path / "b.jsonl", out=tmp_path / "data", name="five", tokenizer="gpt2") == 0, (
-        "other ids are no copies"
-    )
-    flip_bit(tmp_path / "data/one/hashes.npy", 150)
-    assert local(tmp_path / "b.jsonl", out=tmp_path / "data", name="six") == 2
+
+
+def test_ids_of_another_tokenizer_are_no_copies(own_sources: Path, copies_file: Path) -> None:
+    assert local(copies_file, out=own_sources, name="five", tokenizer="gpt2") == 0
+
+
+def test_damaged_hashes_of_an_earlier_source_are_refused(
+    own_sources: Path, copies_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flip_bit(own_sources / "one/hashes.npy", 150)
+    assert local(copies_file, out=own_sources, name="six") == 2
     assert "one/hashes.npy is not what was written" in capsys.readouterr().err
-    (tmp_path / "data/five/val_00000.bin").write_bytes(b"")
-    assert main(["--show", str(tmp_path / "data")]) == 0
-    said, split = (
-        re.sub(" +", " ", capsys.readouterr().out),
-        shards.read_index(tmp_path / "data/two").splits["train"],
-    )
-    assert f"\n| two | train | {split.documents} | {split.tokens:,} |" in said
-    assert (
-        "\nfive: damaged" in said
-        and "\ntwo: dropped: copies 5 (first met in one 5), empty 0" in said
-    )
 
 
-def test_a_budget_counts_training_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    files = [
-        write(tmp_path / f"{i}.jsonl", DOCUMENTS[i * 10 : i * 10 + 10] + DOCUMENTS[:2] * 20)
+@pytest.fixture
+def shown(own_sources: Path, copies_file: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """What --show prints, its blanks single, of `sources` and of source five, which has an empty
+    shard."""
+    assert local(copies_file, out=own_sources, name="five", tokenizer="gpt2") == 0
+    (own_sources / "five/val_00000.bin").write_bytes(b"")
+    capsys.readouterr()
+    assert main(["--show", str(own_sources)]) == 0
+    return re.sub(" +", " ", capsys.readouterr().out)
+
+
+def test_show_counts_the_documents_and_tokens_of_a_split(shown: str, sources: Path) -> None:
+    split = shards.read_index(sources / "two").splits["train"]
+    assert f"\n| two | train | {split.documents} | {split.tokens:,} |" in shown
+
+
+def test_show_tells_of_a_damaged_source(shown: str) -> None:
+    assert "\nfive: damaged" in shown
+
+
+def test_show_tells_what_was_dropped(shown: str) -> None:
+    assert "\ntwo: dropped: copies 5 (first met in one 5), empty 0" in shown
+
+
+# ---------------------------------------------------------------------------------------- a budget
+
+
+def write_budget_files(folder: Path) -> list[Path]:
+    """Four files of ten DOCUMENTS each; behind these, in each, copies of the first two."""
+    return [
+        write(folder / f"{i}.jsonl", DOCUMENTS[i * 10 : i * 10 + 10] + DOCUMENTS[:2] * 20)
         for i in range(4)
     ]
-    for budget in 300, 2000, 5000:
-        out = tmp_path / str(budget)
-        assert local(*files, out=out, tokens=budget) == 0 and found(out / "mine") == due(
-            DOCUMENTS, budget=budget
-        )
-        index = shards.read_index(out / "mine")
-        assert (index.is_whole, index.budget) == (False, budget) and (
-            budget > 300 or index.files == ["0.jsonl"]
-        )
-    capsys.readouterr()
-    # it holds as many
-    assert local(*files, out=out, tokens=900) == 0 and "is complete" in capsys.readouterr().out
-    assert local(*files, out=out, tokens=9000) == 2
-    assert "training tokens, fewer than are asked for" in capsys.readouterr().err
-    files[0].write_bytes(files[0].read_bytes() + b"no json")
-    assert local(*files, out=tmp_path / "early", tokens=300) == 0, (
-        "nothing is read behind what fills the budget"
-    )
-    write(files[0], DOCUMENTS[:10])
-    assert local(*files, out=tmp_path / "all", tokens=9e9) == 0
-    assert (
-        "training tokens are all there are, 9,000,000,000 were asked for" in capsys.readouterr().err
-    )
-    write(files[0], [DOCUMENTS[0]] * 200 + DOCUMENTS)
-    write_json, ends = pieces.write_json, []
 
-    def stop_before_the_second_end(path: Path, value):
-        ends.extend(["an end"] * bool(value.get("end")))
-        if len(ends) == 2:
+
+@pytest.fixture
+def budget_files(tmp_path: Path) -> list[Path]:
+    return write_budget_files(tmp_path)
+
+
+@dataclass
+class Budgeted:
+    """The same files, prepared with several budgets of training tokens."""
+
+    files: list[Path]
+    out: dict[int, Path]  # by the budget
+
+
+BUDGETS = (300, 2000, 5000)
+
+
+@pytest.fixture(scope="module")
+def budgeted(tmp_path_factory: pytest.TempPathFactory) -> Budgeted:
+    """Shared, so no test may change it."""
+    base = tmp_path_factory.mktemp("budgeted")
+    files = write_budget_files(base)
+    out = {budget: base / str(budget) for budget in BUDGETS}
+    for budget, folder in out.items():
+        assert local(*files, out=folder, tokens=budget) == 0
+    return Budgeted(files, out)
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_a_source_ends_with_the_document_that_fills_its_budget(
+    budgeted: Budgeted, budget: int
+) -> None:
+    assert found(budgeted.out[budget] / "mine") == due(DOCUMENTS, budget=budget)
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_the_index_tells_of_the_budget(budgeted: Budgeted, budget: int) -> None:
+    index = shards.read_index(budgeted.out[budget] / "mine")
+    assert index.is_whole is False
+    assert index.budget == budget
+
+
+def test_the_index_leaves_out_files_behind_the_budget(budgeted: Budgeted) -> None:
+    assert shards.read_index(budgeted.out[300] / "mine").files == ["0.jsonl"]
+
+
+def test_a_source_that_holds_as_many_tokens_is_complete(
+    budgeted: Budgeted, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert local(*budgeted.files, out=budgeted.out[5000], tokens=900) == 0
+    assert "is complete" in capsys.readouterr().out
+
+
+def test_a_finished_source_with_fewer_tokens_is_refused(
+    budgeted: Budgeted, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert local(*budgeted.files, out=budgeted.out[5000], tokens=9000) == 2
+    assert "training tokens, fewer than are asked for" in capsys.readouterr().err
+
+
+def test_nothing_is_read_behind_what_fills_the_budget(
+    budget_files: list[Path], tmp_path: Path
+) -> None:
+    budget_files[0].write_bytes(budget_files[0].read_bytes() + b"no json")
+    assert local(*budget_files, out=tmp_path / "early", tokens=300) == 0
+
+
+def test_a_budget_that_all_files_do_not_fill_is_told(
+    budget_files: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(budget_files[0], DOCUMENTS[:10])
+    assert local(*budget_files, out=tmp_path / "all", tokens=9e9) == 0
+    sentence = "training tokens are all there are, 9,000,000,000 were asked for"
+    assert sentence in capsys.readouterr().err
+
+
+def test_copies_that_filled_the_budget_at_first_are_made_up_for_after_an_interruption(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write(tmp_path / "0.jsonl", [DOCUMENTS[0]] * 200 + DOCUMENTS)
+    ends = 0
+
+    def stop_before_the_second_end(path: Path, value: dict[str, Any]) -> None:
+        nonlocal ends
+        if value.get("end"):
+            ends += 1
+        if ends == 2:
             raise KeyboardInterrupt
         write_json(path, value)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(pieces, "write_json", stop_before_the_second_end)
-        assert local(files[0], out=tmp_path / "anew", tokens=2000) == 130
-    assert local(files[0], out=tmp_path / "anew", tokens=2000) == 0
-    assert found(tmp_path / "anew/mine") == due(DOCUMENTS, budget=2000), (
-        "copies filled the budget at first"
-    )
+    with monkeypatch.context() as patch:
+        patch.setattr(pieces, "write_json", stop_before_the_second_end)
+        assert local(file, out=tmp_path / "anew", tokens=2000) == 130
+    assert local(file, out=tmp_path / "anew", tokens=2000) == 0
+    assert found(tmp_path / "anew/mine") == due(DOCUMENTS, budget=2000)
 
 
-def test_demo_writes_four_sources_and_stays_when_the_installation_ages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    texts = {source: some_documents(300, len(source)) for source in harvest.LICENSES}
-    monkeypatch.setattr(harvest, "documents", lambda source: iter(texts[source]))
-    monkeypatch.setattr(harvest, "revision", lambda source: "CPython 3.11")
-    assert main(["demo", f"--out={tmp_path / 'demo'}"]) == 0
-    for source, seen in ("python", []), ("prose", texts["c"]):
-        assert found(tmp_path / "demo" / source) == due(
-            [t for t in texts[source] if t not in seen], val_per_10k=400
-        )
-    before = content(tmp_path)
-    monkeypatch.setattr(harvest, "revision", lambda source: "CPython 3.12")
-    capsys.readouterr()
-    assert main(["demo", f"out={tmp_path / 'demo'}"]) == 0
-    assert (
-        "c: from installed @ CPython 3.11" in capsys.readouterr().out
-        and content(tmp_path) == before
-    )
+# ---------------------------------------------------------------------------------------- the demo
+
+TEXTS_OF_DEMO = {source: some_documents(300, len(source)) for source in harvest.LICENSES}
+
+
+def install(patch: pytest.MonkeyPatch, revision: str) -> None:
+    """Let the demo's text be TEXTS_OF_DEMO, of an installation of this revision."""
+    patch.setattr(harvest, "documents", lambda source: iter(TEXTS_OF_DEMO[source]))
+    patch.setattr(harvest, "revision", lambda source: revision)
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the demo, made from CPython 3.11."""
+    out = tmp_path_factory.mktemp("demo") / "demo"
+    with pytest.MonkeyPatch.context() as patch:
+        install(patch, "CPython 3.11")
+        assert main(["demo", f"--out={out}"]) == 0
+    return out
+
+
+def test_the_demo_holds_the_text_of_the_installation(demo: Path) -> None:
+    assert found(demo / "python") == due(TEXTS_OF_DEMO["python"], val_per_10k=400)
+
+
+def test_the_demo_drops_copies_of_its_earlier_sources(demo: Path) -> None:
+    copies = TEXTS_OF_DEMO["c"]
+    prose = [text for text in TEXTS_OF_DEMO["prose"] if text not in copies]
+    assert found(demo / "prose") == due(prose, val_per_10k=400)
+
+
+def test_a_demo_stays_when_the_installation_ages(
+    demo: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = content(demo)
+    install(monkeypatch, "CPython 3.12")
+    assert main(["demo", f"out={demo}"]) == 0
+    assert "c: from installed @ CPython 3.11" in capsys.readouterr().out
+    assert content(demo) == before
 
 
 # ------------------------------------------------------------------------ processes, kills, faults
@@ -373,23 +591,20 @@ if __name__ == '__main__':
 """
 
 
-@pytest.fixture(scope="module")
-def big(tmp_path_factory: pytest.TempPathFactory):
-    """Three files with copies among them; what one process makes of them; the command."""
-    base = tmp_path_factory.mktemp("big")
-    texts = [some_documents(900, seed) for seed in range(3)]
-    files = [
-        write(base / "a.jsonl", texts[0] + texts[2][:50]),
-        write(base / "b.jsonl.gz", texts[1] + texts[0][:100]),
-        write(base / "c.parquet", texts[2]),
-    ]
-    (base / "small.py").write_text(CHILD)
+@dataclass
+class Big:
+    """Three files with copies among them, and what one process makes of them undisturbed."""
 
-    def command(out, processes: int = 1, *more: object):
+    folder: Path
+    files: list[Path]
+    documents: list[str]  # in order, copies included
+    calm: dict[str, bytes]  # content() of calm/
+
+    def command(self, out: Path | str, processes: int = 1, *more: str) -> list[str | Path]:
         return [
-            base / "small.py",
+            self.folder / "small.py",
             "local",
-            *files,
+            *self.files,
             "name=mine",
             "tokenizer=byte",
             "val_share=0.1",
@@ -398,28 +613,35 @@ def big(tmp_path_factory: pytest.TempPathFactory):
             *more,
         ]
 
-    finish(command(base / "calm"))
-    calm = content(base / "calm")
-    assert {"mine/train_00002.bin", "mine/val_00000.bin"} <= calm.keys() and not any(
-        "parts" in name for name in calm
-    )
-    assert found(base / "calm/mine") == due(
-        texts[0] + texts[2][:50] + texts[1] + texts[2], val_per_10k=1000
-    )
-    return SimpleNamespace(command=command, calm=calm, files=files)
+
+@pytest.fixture(scope="module")
+def big(tmp_path_factory: pytest.TempPathFactory) -> Big:
+    folder = tmp_path_factory.mktemp("big")
+    first, second, third = (some_documents(900, seed) for seed in range(3))
+    files = [
+        write(folder / "a.jsonl", first + third[:50]),
+        write(folder / "b.jsonl.gz", second + first[:100]),
+        write(folder / "c.parquet", third),
+    ]
+    (folder / "small.py").write_text(CHILD)
+    big = Big(folder, files, first + third[:50] + second + third, {})
+    finish(big.command(folder / "calm"))
+    big.calm = content(folder / "calm")
+    return big
 
 
-def finish(command, cwd=ROOT, **environment: object):
+def finish(command: list[str | Path], cwd: Path = ROOT, **environment: str) -> None:
+    """Run a command, which must succeed."""
     done = process(*command, cwd=cwd, **environment)
     assert done.returncode == 0, done.stderr
 
 
-def start(command, **more: object):
+def start(command: list[str | Path], **environment: str) -> subprocess.Popen[str]:
     """In a group of its own: a kill reaches its processes through their parent's end alone."""
     return subprocess.Popen(
         [sys.executable, *command],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **more},
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -427,9 +649,23 @@ def start(command, **more: object):
     )
 
 
-def storm(big, out, kills, seed: int):
+def test_an_undisturbed_command_makes_several_shards(big: Big) -> None:
+    """As the faults below must strike between them."""
+    assert {"mine/train_00002.bin", "mine/val_00000.bin"} <= big.calm.keys()
+
+
+def test_an_undisturbed_command_leaves_no_parts(big: Big) -> None:
+    assert [name for name in big.calm if "parts" in name] == []
+
+
+def test_an_undisturbed_command_makes_shards_of_all_files(big: Big) -> None:
+    assert found(big.folder / "calm/mine") == due(big.documents, val_per_10k=1000)
+
+
+def storm(big: Big, out: Path, kills: int, seed: int) -> None:
     """kill -9 at random moments until `kills` have struck; then to the end."""
-    rng, killed = random.Random(seed), 0
+    rng = random.Random(seed)
+    killed = 0
     while killed < kills:
         run = start(big.command(out, rng.choice((1, 1, 2, 3))))
         while run.poll() is None and not (out / "mine/parts/begun.json").exists():
@@ -437,113 +673,202 @@ def storm(big, out, kills, seed: int):
         time.sleep(rng.uniform(0.0, 0.5))
         run.kill()
         run.communicate()
-        killed += run.returncode == -signal.SIGKILL
+        if run.returncode == -signal.SIGKILL:
+            killed += 1
         if (out / "mine/index.json").exists():  # it was killed behind its work, or too late
             shutil.rmtree(out / "mine")
     finish(big.command(out, 2))
     assert content(out) == big.calm
 
 
-def test_kills_at_random_moments_change_nothing(big, tmp_path: Path):
+def test_kills_at_random_moments_change_nothing(big: Big, tmp_path: Path) -> None:
     storm(big, tmp_path, 6, 1)
 
 
-@pytest.mark.parametrize("kind", ["kill", "full"])
-def test_a_kill_or_a_full_disk_at_a_change_on_disk(big, tmp_path: Path, kind: str):
-    """At moments among the pieces and the shards; a full disk is a sentence, and the same command
-    goes on."""
-    for at in 30, 25, 20, 45:
-        done = process(*big.command(tmp_path / "out"), FAULT=f"{at} {kind} {tmp_path / 'out'}")
-        assert done.returncode == (-signal.SIGKILL if kind == "kill" else 1), done.stderr
-        assert kind == "kill" or (
-            "No space left" in done.stderr and "the same command goes on" in done.stderr
-        )
-        assert "Traceback" not in done.stderr
-    assert (tmp_path / "out/mine/train_00001.bin").exists() and not (
-        tmp_path / "out/mine/index.json"
-    ).exists()
-    finish(big.command(tmp_path / "out"))
-    assert content(tmp_path / "out") == big.calm
+CHANGES = (30, 25, 20, 45)  # on disk, counted from 1: among the pieces and the shards
 
 
-def test_a_killed_process_is_a_sentence_and_none_outlives_its_parent(big, tmp_path: Path):
-    for victim in True, False:
-        out = tmp_path / str(victim)
-        run = start(big.command(out, 2), SLOW="1")
-        children = []
-        # both workers are at work
-        while run.poll() is None and len(list(out.glob("mine/parts/0*.json"))) < 2:
-            time.sleep(0.01)
-            children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
-        workers = [
-            int(pid)
-            for pid in children
-            if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        ]
-        os.kill(workers[0] if victim else run.pid, signal.SIGKILL)
-        assert run.wait(60) == (1 if victim else -signal.SIGKILL)
-        end = time.monotonic() + 10
-        while any(read_bytes(f"/proc/{pid}/cmdline") for pid in workers):  # of a zombie it is empty
-            assert time.monotonic() < end
-            time.sleep(0.02)
-        said = run.communicate()[1]
-        assert (
-            not victim
-            or "killed, mostly for want of memory" in said
-            and "the same command goes on" in said
-        )
-    finish(big.command(out, 2))
+def run_with_fault(big: Big, out: Path, change: int, kind: str) -> subprocess.CompletedProcess[str]:
+    """The command where a change on disk meets "kill" or a "full" disk."""
+    return process(*big.command(out), FAULT=f"{change} {kind} {out}")
+
+
+def check_goes_on(big: Big, out: Path) -> None:
+    """The last fault has struck among the shards, and the same command ends as an undisturbed
+    one."""
+    assert (out / "mine/train_00001.bin").exists()
+    assert not (out / "mine/index.json").exists()
+    finish(big.command(out))
     assert content(out) == big.calm
 
 
-def test_two_commands_on_one_source_do_not_mix_and_sigterm_is_a_pause(
-    big, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    run = start(big.command(tmp_path), SLOW="1")
-    # behind np.load, where NumPy makes a TypeError of an exit
-    while not (tmp_path / "mine/parts/00000.json").exists():
-        time.sleep(0.005)
-    assert "another process prepares" in asked(capsys, main, *big.command(tmp_path)[1:], code=2)
-    run.terminate()
-    assert "interrupted: what was prepared stays" in run.communicate()[1] and run.returncode == 143
-    finish(big.command(tmp_path, 5))
+def test_kills_at_changes_on_disk_change_nothing(big: Big, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for change in CHANGES:
+        run = run_with_fault(big, out, change, "kill")
+        assert run.returncode == -signal.SIGKILL, run.stderr
+        assert "Traceback" not in run.stderr
+    check_goes_on(big, out)
+
+
+def test_a_full_disk_is_a_sentence_and_the_same_command_goes_on(big: Big, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for change in CHANGES:
+        run = run_with_fault(big, out, change, "full")
+        assert run.returncode == 1, run.stderr
+        assert "No space left" in run.stderr
+        assert "the same command goes on" in run.stderr
+        assert "Traceback" not in run.stderr
+    check_goes_on(big, out)
+
+
+def start_with_workers(big: Big, out: Path) -> tuple[subprocess.Popen[str], list[int]]:
+    """A slow command and the process ids of its two workers, both at work."""
+    run = start(big.command(out, 2), SLOW="1")
+    while run.poll() is None and len(list(out.glob("mine/parts/0*.json"))) < 2:
+        time.sleep(0.01)
+    workers = [pid for pid in children(run.pid) if b"spawn_main" in command_line(pid)]
+    return run, workers
+
+
+def command_line(pid: int) -> bytes:
+    """Empty where the process has ended, waited for or not."""
+    return read_bytes(f"/proc/{pid}/cmdline")
+
+
+def wait_for_ends(pids: list[int]) -> None:
+    wait_for(lambda: not any(map(command_line, pids)), seconds=10)
+
+
+def test_a_killed_worker_is_a_sentence(big: Big, tmp_path: Path) -> None:
+    run, workers = start_with_workers(big, tmp_path)
+    os.kill(workers[0], signal.SIGKILL)
+    assert run.wait(60) == 1
+    wait_for_ends(workers)
+    stderr = run.communicate()[1]
+    assert "killed, mostly for want of memory" in stderr
+    assert "the same command goes on" in stderr
+
+
+def test_no_worker_outlives_its_parent(big: Big, tmp_path: Path) -> None:
+    run, workers = start_with_workers(big, tmp_path)
+    run.kill()
+    assert run.wait(60) == -signal.SIGKILL
+    wait_for_ends(workers)
+    run.communicate()
+    finish(big.command(tmp_path, 2))
     assert content(tmp_path) == big.calm
 
 
-@pytest.mark.parametrize("packing", [".gz", ".xz", ".zst"])
-def test_a_damaged_file_is_listed_retried_and_skipped_only_on_request(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], packing: str
-):
-    bad, others = f"b.jsonl{packing}", (DOCUMENTS, some_documents(40, 6))
+@dataclass
+class Terminated:
+    """A command that SIGTERM has ended, and a second one on its source before that."""
+
+    out: Path
+    exit_code: int
+    stderr: str
+    second: subprocess.CompletedProcess[str]
+
+
+@pytest.fixture(scope="module")
+def terminated(big: Big, tmp_path_factory: pytest.TempPathFactory) -> Terminated:
+    out = tmp_path_factory.mktemp("terminated")
+    run = start(big.command(out), SLOW="1")
+    # behind np.load, where NumPy makes a TypeError of an exit
+    wait_for((out / "mine/parts/00000.json").exists)
+    second = process(*big.command(out))
+    run.terminate()
+    stderr = run.communicate()[1]
+    return Terminated(out, run.returncode, stderr, second)
+
+
+def test_a_second_command_on_one_source_is_refused(terminated: Terminated) -> None:
+    second = terminated.second
+    assert second.returncode == 2
+    assert "another process prepares" in second.stderr
+    assert "Traceback" not in second.stderr
+    assert not second.stdout
+
+
+def test_sigterm_is_told_as_a_pause(terminated: Terminated) -> None:
+    assert terminated.exit_code == 143
+    assert "interrupted: what was prepared stays" in terminated.stderr
+
+
+def test_after_sigterm_another_number_of_processes_goes_on(
+    big: Big, terminated: Terminated
+) -> None:
+    finish(big.command(terminated.out, 5))
+    assert content(terminated.out) == big.calm
+
+
+# --------------------------------------------------------------------------- what was begun before
+
+
+@dataclass
+class Damaged:
+    """Three files of which the second is cut short, and what the first command on them said."""
+
+    files: list[Path]
+    name: str  # of the second
+    documents: list[str]  # of the others
+    stderr: str
+
+
+@pytest.fixture(params=[".gz", ".xz", ".zst"])
+def damaged(
+    request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> Damaged:
+    first, last = DOCUMENTS, some_documents(40, 6)
+    name = f"b.jsonl{request.param}"
     files = [
-        write(tmp_path / "a.jsonl", others[0]),
-        write(tmp_path / bad, some_documents(500, 5)),
-        write(tmp_path / "c.jsonl", others[1]),
+        write(tmp_path / "a.jsonl", first),
+        write(tmp_path / name, some_documents(500, 5)),
+        write(tmp_path / "c.jsonl", last),
     ]
     os.truncate(files[1], files[1].stat().st_size // 2)
-    for processes in 1, 2 if packing == ".zst" else 1:
-        assert local(*files, out=tmp_path / "out", processes=processes) == 1
-        said = capsys.readouterr().err
-        assert (
-            "1 of 3 input files could not be read" in said
-            and f"{bad} is damaged or was cut short" in said
-        )
-        assert "skip_bad=true" in said and not (tmp_path / "out/mine/index.json").exists()
-    assert main(["--show", str(tmp_path / "out")]) == 0
-    said = capsys.readouterr().out
-    assert "of 3 input files 2 are read" in said and f"failed: {bad}" in said
-    assert local(*files, out=tmp_path / "out", skip_bad="true") == 0
-    index = shards.read_index(tmp_path / "out/mine")
-    assert [entry["file"] for entry in index.skipped] == [bad] and index.files == [
-        "a.jsonl",
-        "c.jsonl",
-    ]
-    assert found(tmp_path / "out/mine") == due([*others[0], *others[1]])
+    assert local(*files, out=tmp_path / "out", processes=1) == 1
+    return Damaged(files, name, [*first, *last], capsys.readouterr().err)
 
 
-def test_a_skipped_file_does_not_end_a_source_below_its_budget(
-    tmp_path: Path,
+def check_is_listed(name: str, stderr: str) -> None:
+    assert "1 of 3 input files could not be read" in stderr
+    assert f"{name} is damaged or was cut short" in stderr
+    assert "skip_bad=true" in stderr
+
+
+def test_a_damaged_file_is_listed(damaged: Damaged, tmp_path: Path) -> None:
+    check_is_listed(damaged.name, damaged.stderr)
+    assert not (tmp_path / "out/mine/index.json").exists()
+
+
+def test_a_damaged_file_is_tried_again(
+    damaged: Damaged, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    processes = 2 if damaged.name.endswith(".zst") else 1
+    assert local(*damaged.files, out=tmp_path / "out", processes=processes) == 1
+    check_is_listed(damaged.name, capsys.readouterr().err)
+    assert not (tmp_path / "out/mine/index.json").exists()
+
+
+def test_show_tells_of_a_damaged_file(
+    damaged: Damaged, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--show", str(tmp_path / "out")]) == 0
+    shown = capsys.readouterr().out
+    assert "of 3 input files 2 are read" in shown
+    assert f"failed: {damaged.name}" in shown
+
+
+def test_a_damaged_file_is_skipped_on_request(damaged: Damaged, tmp_path: Path) -> None:
+    assert local(*damaged.files, out=tmp_path / "out", skip_bad="true") == 0
+    index = shards.read_index(tmp_path / "out/mine")
+    assert [entry["file"] for entry in index.skipped] == [damaged.name]
+    assert index.files == ["a.jsonl", "c.jsonl"]
+    assert found(tmp_path / "out/mine") == due(damaged.documents)
+
+
+def test_a_skipped_file_does_not_end_a_source_below_its_budget(tmp_path: Path) -> None:
     """The first pieces hold tokens enough, but half of them are copies: more files are read."""
     texts = [some_documents(60, seed) for seed in range(2)]
     broken = tmp_path / "broken.jsonl.gz"
@@ -558,80 +883,139 @@ def test_a_skipped_file_does_not_end_a_source_below_its_budget(
     assert found(tmp_path / "out/mine") == due(texts[0] + texts[1], budget=budget)
 
 
-def test_what_was_begun_otherwise_is_not_mixed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    (tmp_path / "b.jsonl").write_text("no json")
+@pytest.fixture
+def begun(tmp_path: Path) -> list[Path]:
+    """Files a.jsonl, which has its piece in data/, and b.jsonl, which could not be read."""
     files = [write(tmp_path / "a.jsonl", DOCUMENTS), tmp_path / "b.jsonl"]
+    files[1].write_text("no json")
     assert local(*files, out=tmp_path / "data") == 1
-    two = write(tmp_path / "c.jsonl", DOCUMENTS + [""] * 9)
-    two.write_bytes(two.read_bytes() + b"no json")
-    assert local(files[1], two, out=tmp_path / "other") == 1
-    assert local(files[0], out=tmp_path / "other") == 0, "nothing was made before"
-    assert (
-        local(files[0], out=tmp_path / "data") == 2 and "is of dataset=" in capsys.readouterr().err
-    )
-    write(files[1], DOCUMENTS[20:])
+    return files
+
+
+def test_other_files_are_refused_where_a_piece_was_made(
+    begun: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert local(begun[0], out=tmp_path / "data") == 2
+    assert "is of dataset=" in capsys.readouterr().err
+
+
+def test_other_files_are_taken_where_no_piece_was_made(begun: list[Path], tmp_path: Path) -> None:
+    broken = write(tmp_path / "c.jsonl", DOCUMENTS + [""] * 9)
+    broken.write_bytes(broken.read_bytes() + b"no json")
+    assert local(begun[1], broken, out=tmp_path / "other") == 1
+    assert local(begun[0], out=tmp_path / "other") == 0
+
+
+@pytest.fixture
+def stderr_at_empty_piece(
+    begun: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> str:
+    """What a command says that reads b.jsonl, mended by now, and finds the piece of a.jsonl
+    empty."""
+    write(begun[1], DOCUMENTS[20:])
     (tmp_path / "data/mine/parts/00000.bin").write_bytes(b"")
-    assert (
-        local(*files, out=tmp_path / "data") == 1
-        and "is shorter than what was written" in capsys.readouterr().err
-    )
-    # and b.jsonl, which failed, was fetched again: what stays of the others stays
-    write(files[0], DOCUMENTS[:30])
-    assert (
-        local(*files, out=tmp_path / "data") == 0
-        and "a.jsonl changed or could not be read" in capsys.readouterr().err
-    )
+    capsys.readouterr()
+    assert local(*begun, out=tmp_path / "data") == 1
+    return capsys.readouterr().err
+
+
+def test_a_piece_that_was_cut_short_is_not_taken(stderr_at_empty_piece: str) -> None:
+    assert "is shorter than what was written" in stderr_at_empty_piece
+
+
+@pytest.mark.usefixtures("stderr_at_empty_piece")
+def test_a_file_that_has_changed_is_read_again(
+    begun: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """b.jsonl, which failed at first, was read before: its piece stays."""
+    write(begun[0], DOCUMENTS[:30])
+    assert local(*begun, out=tmp_path / "data") == 0
+    assert "a.jsonl changed or could not be read" in capsys.readouterr().err
     assert found(tmp_path / "data/mine") == due(DOCUMENTS)
 
 
-def test_a_finished_folder_is_left_alone_and_not_overwritten(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+@pytest.fixture
+def finished_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    """The file that the finished source mine/ was made of."""
     file = write(tmp_path / "a.jsonl", DOCUMENTS)
     assert local(file, out=tmp_path) == 0
-    before = content(tmp_path)
     capsys.readouterr()
-    assert local(file, out=tmp_path) == 0 and "mine is complete" in capsys.readouterr().out
-    for key, value, sentence in (
+    return file
+
+
+def test_a_finished_folder_is_left_alone(
+    finished_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = content(tmp_path)
+    assert local(finished_file, out=tmp_path) == 0
+    assert "mine is complete" in capsys.readouterr().out
+    assert content(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "key, value, sentence",
+    [
         ("tokenizer", "gpt2", "is of tokenizer='byte', not 'gpt2'"),
         ("val_share", 0.3, "is finished with val_share=0.2, and"),
         ("column", "code", "column code"),
-    ):
-        assert (
-            local(file, out=tmp_path, **{key: value}) == 2 and sentence in capsys.readouterr().err
-        )
+    ],
+)
+def test_a_finished_folder_is_not_overwritten_with_other_options(
+    finished_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    key: str,
+    value: object,
+    sentence: str,
+) -> None:
+    before = content(tmp_path)
+    assert local(finished_file, out=tmp_path, **{key: value}) == 2
+    assert sentence in capsys.readouterr().err
     assert content(tmp_path) == before
-    write(file, DOCUMENTS[1:])
-    assert local(file, out=tmp_path) == 2 and "is of revision=" in capsys.readouterr().err
+
+
+def test_a_finished_folder_is_not_overwritten_with_other_text(
+    finished_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(finished_file, DOCUMENTS[1:])
+    assert local(finished_file, out=tmp_path) == 2
+    assert "is of revision=" in capsys.readouterr().err
 
 
 def test_progress_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+) -> None:
     monkeypatch.setattr(progress, "LOG_S", 0.0)
     monkeypatch.setattr(pieces, "TELL_S", 0.0)
     assert local(write(tmp_path / "a.jsonl", some_documents(300)), out=tmp_path) == 0
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("mine: ")]
-    assert len(lines) > 50 and all(
-        "documents" in line and "tokens" in line and "MB/s" in line for line in lines
-    )
-    assert any(line.startswith("mine: 50%") and "left" in line for line in lines)
+    assert len(lines) > 50
+    for line in lines:
+        assert "documents" in line
+        assert "tokens" in line
+        assert "MB/s" in line
+    halfway = [line for line in lines if line.startswith("mine: 50%")]
+    assert any("left" in line for line in halfway)
 
 
-def test_memory_does_not_grow_with_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_memory_does_not_grow_with_the_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block of 1 MB, of a source of 20 MB, which is 40 MB on disk."""
     monkeypatch.setattr(shards, "SHARD_TOKENS", 1_000_000)
     monkeypatch.setattr(writing, "BLOCK", 1_000_000)
     rng = random.Random(0)
-    file = write(tmp_path / "a.jsonl", [rng.randbytes(50_000).hex() for _ in range(200)])  # 20 MB
+    file = write(tmp_path / "a.jsonl", [rng.randbytes(50_000).hex() for _ in range(200)])
     tracemalloc.start()
     try:
         assert local(file, out=tmp_path) == 0
-        assert tracemalloc.get_traced_memory()[1] < 6e6, (
-            "a block of 1 MB, of a source of 20 MB, 40 on disk"
-        )
+        _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
+    assert peak_bytes < 6e6
 
+
+# ------------------------------------------------------------------------------------------- slurm
 
 SBATCH = """#!/bin/bash
 for last; do :; done
@@ -646,70 +1030,110 @@ echo "Submitted batch job 7"
 """
 
 
-def test_slurm_submits_an_array_and_a_job_that_makes_the_shards(
-    big: SimpleNamespace,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+COMMANDS = {
+    "sbatch": SBATCH,
+    "scontrol": "#!/bin/bash\necho node1\n",
+    "srun": '#!/bin/bash\nshift 3\nexec "$@"\n',
+}
+
+
+def enter_cluster(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Go to a folder where Slurm's commands are the stubs in bin/."""
+    patch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
+    patch.setenv("STUB", str(folder / "stub"))
+    patch.chdir(folder)
+
+
+@dataclass
+class Submitted:
+    """What a dry run, a submission to a partition that does not exist and a right one left in one
+    folder, in this order."""
+
+    folder: Path
+    arguments: list[str]  # of prepare_data.py
+    dry_run_stdout: str
+    dry_run_stderr: str
+    files_after_dry_run: list[Path]  # of the stubs
+    refused: subprocess.CompletedProcess[str]
+    log: str  # of the tasks
+    submissions: list[str]  # arguments of sbatch
+    pickles: list[Path]  # what jobs read
+
+
+@pytest.fixture(scope="module")
+def submitted(big: Big, tmp_path_factory: pytest.TempPathFactory) -> Submitted:
     """sbatch is a stub that runs each task of an array at once, by datatrove's own script and in
     another folder than ours."""
-    commands = {
-        "sbatch": SBATCH,
-        "scontrol": "#!/bin/bash\necho node1\n",
-        "srun": '#!/bin/bash\nshift 3\nexec "$@"\n',
-    }
-    (tmp_path / "bin").mkdir()
-    for name, text in commands.items():
-        (tmp_path / "bin" / name).write_text(text)
-        (tmp_path / "bin" / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    monkeypatch.setenv("STUB", str(tmp_path / "stub"))
-    monkeypatch.chdir(tmp_path)
-    files = [os.path.relpath(file) for file in (big.files[0], big.files[2])]
-    assert local(*files, out="calm", val_share=0.1) == 0
-    command = [
-        ROOT / "prepare_data.py",
-        "local",
-        *files,
-        "name=mine",
-        "tokenizer=byte",
-        "val_share=0.1",
-        "out=out",
-        "on=slurm",
-        "partition=cpu",
-    ]
-    options = list(map(str, command[1:]))
-    with monkeypatch.context() as patched:  # puts back what a dry run changes in datatrove
-        patched.setattr(slurm, "launch_slurm_job", slurm.launch_slurm_job)
-        dry = asked(capsys, main, *options, "--dry-run")
-    assert (
-        "#SBATCH --array=0-1%100" in dry
-        and "#SBATCH --partition=cpu" in dry
-        and not list(tmp_path.glob("stub*"))
+    folder = tmp_path_factory.mktemp("slurm")
+    (folder / "bin").mkdir()
+    for name, text in COMMANDS.items():
+        (folder / "bin" / name).write_text(text)
+        (folder / "bin" / name).chmod(0o755)
+    with pytest.MonkeyPatch.context() as patch:
+        enter_cluster(patch, folder)
+        # puts back what a dry run changes in datatrove
+        patch.setattr(slurm, "launch_slurm_job", slurm.launch_slurm_job)
+        files = [os.path.relpath(file) for file in (big.files[0], big.files[2])]
+        assert local(*files, out="calm", val_share=0.1) == 0
+        options = ["name=mine", "tokenizer=byte", "val_share=0.1", "out=out", "on=slurm"]
+        arguments = ["local", *files, *options, "partition=cpu"]
+        with redirect_stdout(io.StringIO()) as stdout, redirect_stderr(io.StringIO()) as stderr:
+            assert main([*arguments, "--dry-run"]) == 0
+        files_after_dry_run = list(folder.glob("stub*"))
+        program = ROOT / "prepare_data.py"
+        refused = process(program, *arguments[:-1], "partition=cpux", cwd=folder)
+        finish([program, *arguments], folder)
+    return Submitted(
+        folder=folder,
+        arguments=arguments,
+        dry_run_stdout=stdout.getvalue(),
+        dry_run_stderr=stderr.getvalue(),
+        files_after_dry_run=files_after_dry_run,
+        refused=refused,
+        log=(folder / "stub.log").read_text(),
+        submissions=(folder / "stub.arguments").read_text().splitlines(),
+        pickles=list(folder.glob("out/.slurm/*/pieces/executor.pik")),
     )
-    wrong = process(*command[:-1], "partition=cpux", cwd=tmp_path)
-    assert wrong.returncode == 2
-    assert "sbatch refused" in wrong.stderr and "Traceback" not in wrong.stderr
-    finish(command, tmp_path)
-    said, (array, last) = (
-        (tmp_path / "stub.log").read_text(),
-        (tmp_path / "stub.arguments").read_text().splitlines(),
-    )
-    assert array.endswith("pieces: 2") and "--dependency=afterany:7" in last, said
-    assert len([*tmp_path.glob("out/.slurm/*/pieces/executor.pik")]) == 3, (
-        "what a job reads is no later command's"
-    )
-    made = {
-        name: data
-        for name, data in content(tmp_path / "out").items()
-        if not name.startswith(".slurm")
-    }
-    assert made == content(tmp_path / "calm"), said
-    assert main(options) == 0
-    assert len((tmp_path / "stub.arguments").read_text().splitlines()) == 2, (
-        "nothing is submitted where all is complete"
-    )
+
+
+def test_a_dry_run_prints_the_array(submitted: Submitted) -> None:
+    assert "#SBATCH --array=0-1%100" in submitted.dry_run_stdout
+    assert "#SBATCH --partition=cpu" in submitted.dry_run_stdout
+    assert not submitted.dry_run_stderr
+
+
+def test_a_dry_run_submits_nothing(submitted: Submitted) -> None:
+    assert submitted.files_after_dry_run == []
+
+
+def test_a_partition_that_sbatch_refuses_is_a_sentence(submitted: Submitted) -> None:
+    assert submitted.refused.returncode == 2
+    assert "sbatch refused" in submitted.refused.stderr
+    assert "Traceback" not in submitted.refused.stderr
+
+
+def test_slurm_gets_an_array_and_a_job_that_waits_for_it(submitted: Submitted) -> None:
+    array, last_job = submitted.submissions
+    assert array.endswith("pieces: 2"), submitted.log
+    assert "--dependency=afterany:7" in last_job, submitted.log
+
+
+def test_what_a_job_reads_is_not_overwritten_by_a_later_command(submitted: Submitted) -> None:
+    assert len(submitted.pickles) == 3
+
+
+def test_slurm_makes_the_same_shards(submitted: Submitted) -> None:
+    files = content(submitted.folder / "out")
+    of_source = {name: data for name, data in files.items() if not name.startswith(".slurm")}
+    assert of_source == content(submitted.folder / "calm"), submitted.log
+
+
+def test_nothing_is_submitted_where_all_is_complete(
+    submitted: Submitted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enter_cluster(monkeypatch, submitted.folder)
+    assert main(submitted.arguments) == 0
+    assert (submitted.folder / "stub.arguments").read_text().splitlines() == submitted.submissions
 
 
 # ---------------------------------------------------------- decontamination, against sets of words
@@ -719,41 +1143,41 @@ LONG = "one two three four five six seven eight nine ten eleven twelve thirteen"
 
 def grams_of(text: str) -> set[tuple[str, ...]]:
     """The 13-grams of a text, from the definition alone."""
-    bare = [
-        "".join(c for c in word if unicodedata.category(c)[0] not in "PS")
-        for word in text.lower().split()
-    ]
-    words = [word for word in bare if word]
+    words = []
+    for word in text.lower().split():
+        bare = "".join(c for c in word if unicodedata.category(c)[0] not in "PS")
+        if bare:
+            words.append(bare)
     return {tuple(words[i : i + 13]) for i in range(len(words) - 12)}
 
 
 def compare(evaluation: list[str], documents: list[str], folder: Path) -> int:
-    """How many of the documents are found, by us and by sets of words alike."""
-    (_, grams), wanted = (
-        read_grams([write(folder / "eval.jsonl", evaluation)]),
-        set().union(*map(grams_of, evaluation)),
-    )
-    found = [found_in(grams, document) for document in documents]
-    assert len(grams) == len(wanted) and found == [
-        not wanted.isdisjoint(grams_of(document)) for document in documents
-    ]
-    return sum(found)
+    """How many of the documents hold 13 words of the evaluation texts; found_in() must say the same
+    of each as sets of words do."""
+    _, grams = read_grams([write(folder / "eval.jsonl", evaluation)])
+    expected_grams = set().union(*map(grams_of, evaluation))
+    assert len(grams) == len(expected_grams)
+    contaminated = [found_in(grams, document) for document in documents]
+    expected = [not expected_grams.isdisjoint(grams_of(document)) for document in documents]
+    assert contaminated == expected
+    return sum(contaminated)
 
 
-def test_what_is_found_is_what_sets_of_words_find(tmp_path: Path):
+def test_what_is_found_is_what_sets_of_words_find(tmp_path: Path) -> None:
     """Few words, so that long matches, near misses and other cuts of the same letters all come by
     chance."""
     rng = random.Random(0)
-    texts = [
-        " ".join(rng.choice(["a", "a", "a", "a", "ab", "aa b"]) for _ in range(rng.randrange(40)))
-        for _ in range(3000)
-    ]
+    words = ["a", "a", "a", "a", "ab", "aa b"]
+    texts = []
+    for _ in range(3000):
+        length = rng.randrange(40)
+        texts.append(" ".join(rng.choice(words) for _ in range(length)))
     assert 50 < compare(texts[:60], texts[60:], tmp_path) < 2500
 
 
-def test_case_punctuation_and_white_space_of_any_script(tmp_path: Path):
+def test_case_punctuation_and_white_space_of_any_script(tmp_path: Path) -> None:
     rng = random.Random(1)
-    pieces = [
+    words = [
         "don't",
         "DON’T",
         "dont",
@@ -779,10 +1203,10 @@ def test_case_punctuation_and_white_space_of_any_script(tmp_path: Path):
         "\x00",
     ]
     gaps = [" ", "\n", "\u00a0", "\u2003", "\x1f", "\t \r\n", " — ", "-", "\u3000", "\x85"]
-    texts = [
-        "".join(rng.choice(pieces) + rng.choice(gaps) for _ in range(rng.randrange(45)))
-        for _ in range(400)
-    ]
+    texts = []
+    for _ in range(400):
+        length = rng.randrange(45)
+        texts.append("".join(rng.choice(words) + rng.choice(gaps) for _ in range(length)))
     copies = [rng.choice(["", "so "]) + "!" + text.title().replace(" ", " \n") for text in texts]
     assert 40 < compare(texts[:100], texts[100:] + copies, tmp_path) < 450
 
@@ -793,36 +1217,63 @@ ROWS = [
     {"q": TEXTS[2], "choices": None},
 ]
 LINES = "\n\n".join(map(json.dumps, ROWS))
+# name -> content; of parquet, which is no text, ROWS
+FILES_OF_ROWS = {
+    "rows.jsonl": LINES,
+    "lines.json": LINES,
+    "bom.jsonl": f"\ufeff{LINES}\n",
+    "list.json": json.dumps(ROWS),
+    "nested.json": json.dumps({"data": {"rows": ROWS}}),
+    "rows.parquet": "",
+}
+EVALUATION_FILES = {**FILES_OF_ROWS, "all.txt": "\r\n".join(TEXTS)}
 
 
-@pytest.mark.parametrize(
-    "name, content",
-    [
-        ("rows.jsonl", LINES),
-        ("lines.json", LINES),
-        ("bom.jsonl", f"\ufeff{LINES}\n"),
-        ("list.json", json.dumps(ROWS)),
-        ("nested.json", json.dumps({"data": {"rows": ROWS}})),
-        ("all.txt", "\r\n".join(TEXTS)),
-        ("rows.parquet", None),
-    ],
-)
-def test_every_string_of_a_file_is_looked_for(
-    tmp_path: Path, name: str, content: str | None, capsys: pytest.CaptureFixture[str]
-):
-    path = tmp_path / name
-    path.write_text(content) if content else write_rows(path, ROWS)
-    (tmp_path / "more.txt").write_text(LONG + " fourteen")
-    files, grams = read_grams([str(path), str(tmp_path / "more.txt")])
-    assert all(found_in(grams, text) for text in [*TEXTS, "so " + LONG[4:] + " fourteen"])
-    assert not found_in(grams, LONG.replace("three", "tre"))
-    assert files[0] == {"file": name, "sha256": sha256(path.read_bytes()).hexdigest()}
-    if name != "all.txt":
-        assert len(grams) == 4
-        assert (
-            f"{path}: 4 texts, 3 stretches of 13 words to look for; 1 texts are shorter"
-            in capsys.readouterr().out
-        )
+@dataclass
+class Evaluation:
+    """What read_grams() makes of a file with TEXTS and of one with one text more."""
+
+    path: Path
+    files: list[dict[str, str]]
+    grams: np.ndarray
+    stdout: str
+
+
+@pytest.fixture(params=EVALUATION_FILES)
+def evaluation(
+    request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> Evaluation:
+    path = tmp_path / request.param
+    if path.suffix == ".parquet":
+        write_rows(path, ROWS)
+    else:
+        path.write_text(EVALUATION_FILES[path.name])
+    more = tmp_path / "more.txt"
+    more.write_text(LONG + " fourteen")
+    files, grams = read_grams([str(path), str(more)])
+    return Evaluation(path, files, grams, capsys.readouterr().out)
+
+
+def test_every_string_of_a_file_is_looked_for(evaluation: Evaluation) -> None:
+    for text in [*TEXTS, "so " + LONG[4:] + " fourteen"]:
+        assert found_in(evaluation.grams, text)
+
+
+def test_a_text_that_differs_by_one_word_is_not_found(evaluation: Evaluation) -> None:
+    assert not found_in(evaluation.grams, LONG.replace("three", "tre"))
+
+
+def test_an_evaluation_file_is_known_by_its_name_and_hash(evaluation: Evaluation) -> None:
+    path = evaluation.path
+    digest = sha256(path.read_bytes()).hexdigest()
+    assert evaluation.files[0] == {"file": path.name, "sha256": digest}
+
+
+@pytest.mark.parametrize("evaluation", FILES_OF_ROWS, indirect=True)
+def test_texts_and_grams_of_an_evaluation_file_are_counted(evaluation: Evaluation) -> None:
+    counts = "4 texts, 3 stretches of 13 words to look for; 1 texts are shorter"
+    assert len(evaluation.grams) == 4
+    assert f"{evaluation.path}: {counts}" in evaluation.stdout
 
 
 @pytest.mark.parametrize(
@@ -840,27 +1291,47 @@ def test_every_string_of_a_file_is_looked_for(
 )
 def test_an_evaluation_file_that_cannot_serve_is_a_sentence(
     tmp_path: Path, name: str, content: bytes | None, sentence: str
-):
+) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=sentence) as caught:
         read_grams([str(tmp_path / name)])
-    assert name in str(caught.value) and "\n" not in str(caught.value)
+    assert name in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 # --------------------------------------------------------------------------------- the demo's text
 
 
+@pytest.fixture(scope="module", params=harvest.LICENSES)
+def harvested(request: pytest.FixtureRequest) -> tuple[str, list[str]]:
+    """A source's name and its first texts, as they are in this installation."""
+    return request.param, list(islice(harvest.documents(request.param), 30))
+
+
+def test_the_installation_has_every_source(harvested: tuple[str, list[str]]) -> None:
+    _, texts = harvested
+    assert len(texts) == 30
+    assert {type(text) for text in texts} == {str}
+
+
+def test_the_texts_of_a_source_come_in_a_fixed_order(harvested: tuple[str, list[str]]) -> None:
+    source, texts = harvested
+    assert list(islice(harvest.documents(source), 30)) == texts
+
+
+@pytest.mark.parametrize("harvested", ["science", "prose"], indirect=True)
+def test_short_texts_are_left_out(harvested: tuple[str, list[str]]) -> None:
+    _, texts = harvested
+    assert min(map(len, texts)) >= 400
+
+
 @pytest.mark.parametrize("source", harvest.LICENSES)
-def test_the_installation_has_every_source_in_a_fixed_order(source: str):
-    first, again = (list(islice(harvest.documents(source), 30)) for _ in range(2))
-    assert len(first) == 30 and first == again and all(isinstance(text, str) for text in first)
+def test_the_revision_of_a_source_is_the_version_of_python(source: str) -> None:
     assert harvest.revision(source).startswith("CPython 3.")
-    if source in ("science", "prose"):
-        assert all(len(text) >= 400 for text in first)
 
 
-def test_harvesting_imports_no_package():
+def test_harvesting_imports_no_package() -> None:
     code = (
         "import sys; from prepare import harvest\nnext(harvest.documents('science'))\n"
         "assert not {'scipy', 'sympy', 'sklearn', 'torch'} & set(sys.modules)"
@@ -868,7 +1339,9 @@ def test_harvesting_imports_no_package():
     assert process("-c", code).returncode == 0
 
 
-def test_odd_files_are_read_or_left_out(tmp_path: Path):
+@pytest.fixture
+def odd_files(tmp_path: Path) -> Path:
+    """A folder with Python files, some of which are tests, not UTF-8, folders or dead links."""
     files = {
         "b/z.py": b"caf\xe9",
         "a.py": b"x = 1\n",
@@ -881,50 +1354,109 @@ def test_odd_files_are_read_or_left_out(tmp_path: Path):
         (tmp_path / name).write_bytes(data)
     (tmp_path / "folder.py").mkdir()
     (tmp_path / "gone.py").symlink_to(tmp_path / "nowhere")
-    assert list(harvest.read_files(tmp_path, "*.py")) == ["x = 1\n", "y", "caf\ufffd"]
-    assert sorted(harvest.read_files(tmp_path, "*.py", mixed=True)) == ["caf\ufffd", "x = 1\n", "y"]
+    return tmp_path
+
+
+def test_odd_files_are_read_or_left_out(odd_files: Path) -> None:
+    assert list(harvest.read_files(odd_files, "*.py")) == ["x = 1\n", "y", "caf\ufffd"]
+
+
+def test_a_mixed_order_holds_the_same_files(odd_files: Path) -> None:
+    texts = sorted(harvest.read_files(odd_files, "*.py", mixed=True))
+    assert texts == ["caf\ufffd", "x = 1\n", "y"]
+
+
+def test_no_folder_has_no_files() -> None:
     assert list(harvest.read_files(None, "*.py")) == []
 
 
-def test_docstrings_come_from_the_syntax_tree(monkeypatch: pytest.MonkeyPatch):
-    source = (
-        '"""Module."""\nclass A:\n    """Class\n\n    more\n      indented."""\n'
-        '    async def f(self):\n        "f"\n    def g(self): 1\n'
-    )
-    assert harvest.docstrings(source) == [], "all of them are short"
+SOURCE_CODE = (
+    '"""Module."""\nclass A:\n    """Class\n\n    more\n      indented."""\n'
+    '    async def f(self):\n        "f"\n    def g(self): 1\n'
+)
+
+
+def test_short_docstrings_are_left_out() -> None:
+    assert harvest.docstrings(SOURCE_CODE) == []
+
+
+def test_docstrings_come_from_the_syntax_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harvest, "DOCSTRING_CHARS", 0)
-    assert harvest.docstrings(source) == ["Module.", "Class\n\nmore\n  indented.", "f"]
-    for broken in ["def", "\0", "(" * 5000, "'\\d'", ""]:
-        assert harvest.docstrings(broken) in ([], ["\\d"])
+    assert harvest.docstrings(SOURCE_CODE) == ["Module.", "Class\n\nmore\n  indented.", "f"]
 
 
-def test_a_rehearsal_of_the_benchmark_from_end_to_end(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    assert benchmark.main(["mb=1.5", "processes=2", "repeats=1", f"folder={tmp_path}"]) == 0
-    said = capsys.readouterr().out
-    assert not list(tmp_path.iterdir()), "nothing stays behind"
-    texts = list(benchmark.some_text(1.5))
-    assert len(set(texts)) == len(texts) and 0 <= sum(
-        len(text.encode()) for text in texts
-    ) - 1.5e6 < len(texts[-1].encode())
-    raw, prepared, ratio = map(
-        float,
-        re.search(
-            r"raw tiktoken ([\d.]+) MB/s in one, prepare_data.py ([\d.]+) MB/s, median ratio"
-            r" ([\d.]+) of 2 x raw",
-            said,
-        ).groups(),
+@pytest.mark.parametrize("broken", ["def", "\0", "(" * 5000, "'\\d'", ""], ids=repr)
+def test_broken_source_code_has_no_docstrings(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    monkeypatch.setattr(harvest, "DOCSTRING_CHARS", 0)
+    assert harvest.docstrings(broken) in ([], ["\\d"])
+
+
+# ----------------------------------------------------------------------------------- the benchmark
+
+
+@dataclass
+class Rehearsal:
+    """A small run of the benchmark from end to end."""
+
+    folder: Path
+    stdout: str
+
+
+@pytest.fixture(scope="module")
+def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> Rehearsal:
+    folder = tmp_path_factory.mktemp("rehearsal")
+    with redirect_stdout(io.StringIO()) as stdout:
+        assert benchmark.main(["mb=1.5", "processes=2", "repeats=1", f"folder={folder}"]) == 0
+    return Rehearsal(folder, stdout.getvalue())
+
+
+def test_the_benchmark_leaves_nothing_behind(rehearsal: Rehearsal) -> None:
+    assert list(rehearsal.folder.iterdir()) == []
+
+
+def test_the_benchmarks_ratio_is_that_of_its_rates(rehearsal: Rehearsal) -> None:
+    rates = re.search(
+        r"raw tiktoken ([\d.]+) MB/s in one, prepare_data.py ([\d.]+) MB/s, median ratio"
+        r" ([\d.]+) of 2 x raw",
+        rehearsal.stdout,
     )
-    assert abs(ratio - prepared / raw / 2) < 0.02 + 0.06 / raw and re.search(
-        r"loader: [1-9]\d*M tokens/s on one core", said
-    )
+    assert rates
+    raw, prepared, ratio = map(float, rates.groups())
+    assert abs(ratio - prepared / raw / 2) < 0.02 + 0.06 / raw
 
 
-def test_raw_is_tiktokens_own_encoding_of_each_document_once():
-    encoded, encode = [], benchmark.tiktokens_own()
-    benchmark.raw_seconds(lambda text, **how: encoded.append((text, how)), ["a", "b"])
-    assert encoded == [("a", {"disallowed_special": ()}), ("b", {"disallowed_special": ()})]
+def test_the_benchmark_measures_the_loader(rehearsal: Rehearsal) -> None:
+    assert re.search(r"loader: [1-9]\d*M tokens/s on one core", rehearsal.stdout)
+
+
+@pytest.fixture(scope="module")
+def benchmark_texts() -> list[str]:
+    return list(benchmark.some_text(1.5))
+
+
+def test_no_text_of_the_benchmark_comes_twice(benchmark_texts: list[str]) -> None:
+    assert len(set(benchmark_texts)) == len(benchmark_texts)
+
+
+def test_the_benchmarks_texts_end_with_the_one_that_reaches_the_size(
+    benchmark_texts: list[str],
+) -> None:
+    excess = sum(len(text.encode()) for text in benchmark_texts) - 1.5e6
+    assert 0 <= excess < len(benchmark_texts[-1].encode())
+
+
+def test_raw_encodes_each_document_once() -> None:
+    calls = []
+
+    def encode(text: str, **options: object) -> None:
+        calls.append((text, options))
+
+    benchmark.raw_seconds(encode, ["a", "b"])
+    assert calls == [("a", {"disallowed_special": ()}), ("b", {"disallowed_special": ()})]
+
+
+def test_tiktokens_own_encoding_is_gpt2s() -> None:
+    encode = benchmark.tiktokens_own()
     text = "Raw text, 1,234 numbers\n\n  and  spaces'll do."
     assert encode(text).tolist() == load_tokenizer("gpt2").encode(text).tolist()
 
@@ -950,19 +1482,24 @@ def test_raw_is_tiktokens_own_encoding_of_each_document_once():
         (["fineweb_edu", "arxiv", "name=mine"], "name=mine can name one source, not 2"),
     ],
 )
-def test_a_wrong_command_line_is_a_sentence(
+def test_a_wrong_command_line_is_a_sentence_and_writes_nothing(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     arguments: list[str],
     expected: str,
-):
+) -> None:
     write(tmp_path / "a.jsonl", DOCUMENTS)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     assert expected in asked(capsys, main, *arguments, code=2)
-    assert not list((tmp_path / "here").iterdir())
-    assert main(["--help"]) == main([]) == 0 and "hash every shard again" in capsys.readouterr().out
+    assert list((tmp_path / "here").iterdir()) == []
+
+
+@pytest.mark.parametrize("arguments", [["--help"], []])
+def test_help_is_printed(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    assert main(arguments) == 0
+    assert "hash every shard again" in capsys.readouterr().out
 
 
 PAIR_LINES = b'{"prompt": "a", "response": "b"}\n' * 40
@@ -996,16 +1533,20 @@ def test_a_file_that_cannot_serve_is_a_sentence(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     name: str,
-    data: bytes | list[dict[str, Any]] | list[dict[str, int]],
+    data: bytes | list[dict[str, Any]],
     expected: str,
-):
+) -> None:
     """Also from a worker process."""
-    is_chat, files = name == "chat.jsonl", [tmp_path / name, tmp_path / f"more_{name}"]
+    files = [tmp_path / name, tmp_path / f"more_{name}"]
     for file in files:
-        write_rows(file, data) if isinstance(data, list) else file.write_bytes(data)
-    assert local(
-        *files, out=tmp_path / "out", instruct=str(is_chat).lower(), processes=2 if is_chat else 1
-    ) in (1, 2)
-    said = capsys.readouterr().err
-    assert expected in said and (name in said or "mine" in said) and "Traceback" not in said
-    assert not list(tmp_path.rglob("index.json"))
+        if isinstance(data, bytes):
+            file.write_bytes(data)
+        else:
+            write_rows(file, data)
+    options = {"instruct": "true", "processes": 2} if name == "chat.jsonl" else {}
+    assert local(*files, out=tmp_path / "out", **options) in (1, 2)
+    stderr = capsys.readouterr().err
+    assert expected in stderr
+    assert name in stderr or "mine" in stderr
+    assert "Traceback" not in stderr
+    assert list(tmp_path.rglob("index.json")) == []
