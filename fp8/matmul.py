@@ -10,9 +10,11 @@ import torch.nn.functional as F
 @functools.cache
 def has_bf16_units() -> bool:
     """Whether this CPU has instructions that multiply BF16 (avx512_bf16, AMX): two to five times
-    as fast as fp32's. A float8 value is a BF16 number, and so is one times a power of two."""
+    as fast as fp32's, and oneDNN may use them (ONEDNN_MAX_CPU_ISA). A float8 value is a BF16
+    number, and so is one times a power of two."""
     capabilities = torch.cpu.get_capabilities()
-    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16"))
+    has_units = any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16"))
+    return has_units and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 @torch.library.custom_op("nanofp8::scaled_mm_of_bf16", mutates_args=())

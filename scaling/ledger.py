@@ -9,13 +9,13 @@ The rows lie in studies/<study>/runs.jsonl: what summary.json says, the validati
 the machine's kind, CPU seconds. They are all that lasts: --run begins by writing them back, so a
 run with a row is never trained again, also on another machine. Checkpoints stay below out/<study>/
 until a trunk has all of its branches; on a machine without them a branch is trained from scratch,
-to the same weights. Each run has one thread, so that the order of its sums is fixed, and follows
-the BF16 run of its size and seed where that kept to AVX2 (scaling/cpu_kind.py). Several commands
-may train one study side by side, each with an out= of its own.
+to the same weights. Each run has one thread, so that the order of its sums is fixed, and is
+computed as on the CPU of its pair's BF16 run where that had AVX2 alone (scaling/cpu_kind.py).
+Several commands may train one study side by side, each with an out= of its own.
 
 studies/<study>/study.json is what was declared before the first run; predictions that were frozen
-before their runs (prediction_*.json, gap_prediction_*.json) are kept in studies/<study>/law, and
-written back to out/<study>/law, where --run looks for those of held-out runs.
+before their runs (prediction_*.json, gap_prediction_*.json) are kept in studies/<study>/law: --run
+copies them there, and all commands back to out/<study>/law, where those of held-out runs must be.
 
 Exit code: 0 all is done or equal, 1 a run failed or its repeat differs, 2 a mistake in the command,
 3 not all is done."""
@@ -47,7 +47,7 @@ from lib.text import grid, nearest
 from lib.values import FilePath
 from runtime.config import Config, apply_overrides, load_config, positive
 from scaling import sweep
-from scaling.cpu_kind import Instructions, Kind, computing_as, kind_for
+from scaling.cpu_kind import Instructions, Kind, computing_as, kind_for, kind_of
 from scaling.declaration import write_declaration
 from scaling.records import LAW_FOLDER, read_json
 from scaling.run_states import arm_label, from_scratch
@@ -56,8 +56,8 @@ from scaling.study import Row, Study, expand, load_study
 SCHEMA_VERSION = 1
 BLOCK_KEYS = ("n_tokens", "as_trained", "bf16")  # of Entry.val_blocks, and of val_losses.npz
 BLOCKS = 8  # of each source's validation sequences: sequence i belongs to block i mod 8
-# Relative difference of a validation loss that is allowed on another kind of machine. Of 52 runs
-# the median was .0011 and the largest .0087, in four bits (studies/cpu/elsewhere.py).
+# Relative difference of a validation loss that is allowed on another kind of machine. Of 56 runs
+# the median was .0012 and the largest .0098 (studies/cpu/elsewhere.py).
 ELSEWHERE = 1e-2
 # Assumed where no run of its kind is done: CPU seconds to start and end, a forward pass's share of
 # a step's time.
@@ -86,6 +86,8 @@ class Options:
             raise UserError(problems[0])
         if self.run + self.restore + (self.repeat is not None) > 1:
             raise UserError("--run, --restore and --repeat are three commands: give one of them")
+        if self.repeat is not None and self.instructions != "pair":
+            raise UserError("--repeat computes as its row was: leave instructions= out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,9 +161,7 @@ def read_entries(path: Path) -> dict[str, Entry]:
 def entry_of(content: dict) -> Entry:
     if content["schema_version"] != SCHEMA_VERSION:
         raise ValueError(f"schema_version {content['schema_version']}, not {SCHEMA_VERSION}")
-    kind = content["machine"]
-    machine = Kind(**{**kind, "flags": tuple(kind["flags"])})
-    return Entry(**{**content, "machine": machine})
+    return Entry(**{**content, "machine": kind_of(content["machine"])})
 
 
 def append(entry: Entry, path: Path) -> None:
@@ -227,7 +227,7 @@ def restore(entries: dict[str, Entry], home: Path, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if (home / "study.json").exists():
         shutil.copyfile(home / "study.json", folder / "study.json")
-    _restore_predictions(home / LAW_FOLDER, folder / LAW_FOLDER)
+    _copy_predictions(home / LAW_FOLDER, folder / LAW_FOLDER)
     for name, entry in entries.items():
         run_dir = folder / name
         if (run_dir / "summary.json").exists():
@@ -241,16 +241,19 @@ def restore(entries: dict[str, Entry], home: Path, folder: Path) -> None:
         write_json(run_dir / "summary.json", entry.summary)
 
 
-def _restore_predictions(kept: Path, folder: Path) -> None:
-    """Copy the frozen predictions of `kept`, of losses and of gaps, into `folder`."""
-    for path in sorted(kept.glob("*prediction_*.json")):
-        copy = folder / path.name
-        if copy.exists() and copy.read_bytes() != path.read_bytes():
+def _copy_predictions(source: Path, target: Path) -> None:
+    """Copy the frozen predictions in a folder, of losses and of gaps, to where they are not yet.
+    Raises UserError where one there is another."""
+    for path in sorted(source.glob("*prediction_*.json")):
+        copy = target / path.name
+        if not copy.exists():
+            target.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)
+        elif copy.read_bytes() != path.read_bytes():
             raise UserError(
-                f"{copy} is another prediction than {path}, which was frozen first: move it away"
+                f"{copy} and {path} are two predictions of one run: keep the one that was frozen"
+                " first, and move the other away"
             )
-        folder.mkdir(exist_ok=True)
-        shutil.copyfile(path, copy)
 
 
 # ---------------------------------------------------------------------------------------- training
@@ -273,6 +276,7 @@ def run_missing(
     restore(entries, home, folder)
     declaration = sweep.declare(study, rows, folder)
     sweep.check_predicted(selected, folder)
+    _copy_predictions(folder / LAW_FOLDER, home / LAW_FOLDER)
     if any(row.run not in entries for row in selected):
         sweep.check_data(rows, folder)
     write_declaration(declaration, folder)
@@ -306,7 +310,7 @@ def _train_family(
         _take_over(entries, home, folder)
         if row.run in entries:
             continue
-        kind = kind_for(options.instructions, _kind_of_partner(row, rows, entries))
+        kind = _kind_to_train(row, rows, entries, folder, options.instructions)
         with computing_as(kind):
             code, cpu_s = train(row, rows, folder, options, deadline)
         if not sweep.summary_of(row, folder):
@@ -318,13 +322,59 @@ def _train_family(
     return "done"
 
 
+def _kind_to_train(
+    row: Row,
+    rows: list[Row],
+    entries: dict[str, Entry],
+    folder: Path,
+    instructions: Instructions,
+) -> Kind:
+    """As which this machine trains a run, noted beside the run's folder: it goes on, and branches
+    off, as it was begun. Raises UserError where `instructions` ask for another kind than that."""
+    begun = _begun_kind(folder, row.run)
+    if begun is None and row.parent is not None:
+        begun = _begun_kind(folder, row.parent)
+    partner = _kind_of_partner(row, rows, entries)
+    kind = kind_for(instructions, begun or partner)
+    if begun is not None and not kind.is_like(begun):
+        raise UserError(
+            f"{row.run} was begun as on {begun}, here it would go on as on {kind}: go on as it was"
+            f" begun (instructions=, that machine), or remove {folder / (row.parent or row.run)}"
+        )
+    if partner is not None and not kind.is_like(partner):
+        print(
+            f"{row.run} is computed as on {kind}, its BF16 run was as on {partner}: their gap will"
+            " hold rounding too"
+        )
+    write_json(_kind_file(folder, row.run), asdict(kind))
+    return kind
+
+
+def _kind_file(folder: Path, run: str) -> Path:
+    """Beside the run's folder: a run starts in an empty one."""
+    return folder / f"{run}.kind.json"
+
+
+def _begun_kind(folder: Path, run: str) -> Kind | None:
+    """As which a run was begun here; None where it was not, or its folder was removed."""
+    path = _kind_file(folder, run)
+    is_begun = (folder / run / "config.json").exists()
+    return kind_of(read_json(path)) if is_begun and path.exists() else None
+
+
 def _kind_of_partner(row: Row, rows: list[Row], entries: dict[str, Entry]) -> Kind | None:
-    """That of a BF16 run of the row's size and seed; none is done: None."""
-    for run in rows:
-        is_partner = run.is_baseline and (run.size, run.seed) == (row.size, row.seed)
-        if is_partner and run.run in entries:
-            return entries[run.run].machine
-    return None
+    """That of the BF16 run of the row's pair, else of another budget of its size and seed; none is
+    done: None."""
+    partners = [
+        run
+        for run in rows
+        if run.is_baseline
+        and not run.repeat
+        and (run.size, run.seed) == (row.size, row.seed)
+        and run.run in entries
+    ]
+    partners.sort(key=lambda run: run.pair_id != row.pair_id)
+    return entries[partners[0].run].machine if partners else None
 
 
 def _take_over(entries: dict[str, Entry], home: Path, folder: Path) -> None:
@@ -421,7 +471,7 @@ def compare(entry: Entry, again: Entry) -> Comparison:
     tolerance = 0.0 if is_same_kind else ELSEWHERE
     kind = "the same kind of machine"
     if not is_same_kind:
-        kind = f"another kind of machine ({kind_of(again)}, the row's was {kind_of(entry)})"
+        kind = f"another kind of machine ({kind_words(again)}, the row's was {kind_words(entry)})"
     verdict = f"the largest relative difference is {distance:.2g}"
     if not is_same_kind:
         verdict += f", of {ELSEWHERE:g} that are allowed there"
@@ -433,7 +483,7 @@ def compare(entry: Entry, again: Entry) -> Comparison:
     return Comparison(has_same_data and distance <= tolerance, text)
 
 
-def kind_of(entry: Entry) -> str:
+def kind_words(entry: Entry) -> str:
     """For people: what decides a run's bits."""
     return f"{entry.machine} torch {entry.summary['torch']}"
 
@@ -463,7 +513,7 @@ def status(rows: list[Row], entries: dict[str, Entry], home: Path) -> str:
     remain = f"{total_left:.1f} h remain"
     if n_unknown:
         remain = f"at least {remain}, unknown for {n_unknown} runs"
-    machines = sorted({kind_of(entry) for entry in entries.values()})
+    machines = sorted({kind_words(entry) for entry in entries.values()})
     text = [
         grid(lines),
         "",
@@ -505,10 +555,10 @@ def mixed_pairs(entries: dict[str, Entry]) -> int:
         if not read_precision(entry.summary).is_bf16:
             fp8_entries.append(entry)
         elif not entry.summary["repeat"]:
-            kind_of_bf16[entry.summary["pair_id"]] = kind_of(entry)
+            kind_of_bf16[entry.summary["pair_id"]] = kind_words(entry)
     count = 0
     for entry in fp8_entries:
-        kind = kind_of(entry)
+        kind = kind_words(entry)
         count += kind_of_bf16.get(entry.summary["pair_id"], kind) != kind
     return count
 

@@ -151,7 +151,7 @@ def _with_most_tokens(sizes: Sequence[SizeGap]) -> list[SizeGap]:
 def _caption(ratio: float, is_log: bool, has_arrows: bool, is_crowded: bool) -> str:
     which = "at each size further right: more tokens"
     if is_crowded:
-        which = "of each recipe at each size the gap with the most tokens"
+        which = "at each size each recipe's with its most tokens"
     beyond = "; beyond the margin the axis is logarithmic" if is_log else ""
     arrows = " (arrows: bars down to 0 or below)" if has_arrows else ""
     return (

@@ -2,10 +2,11 @@
 
     python studies/cpu/elsewhere.py
 
-Each run of elsewhere.jsonl was trained on a CPU without AVX-512 and trained again on one that has
-it: the same commit, packages, seed and tokens. Libraries choose other kernels there, which sum in
-another order; everything else is equal. So the differences are what rounding alone does, and a gap
-of one pair cannot be known better than they are wide."""
+Each run of both was trained as on a CPU without AVX-512 and on one that has it: the same packages,
+seed, tokens and arithmetic. Libraries choose other kernels there, which sum in another order;
+everything else is equal. So the differences are what rounding alone does, and a gap of one pair
+cannot be known better than they are wide. The runs of mxfp8_norms are those that stood beside BF16
+runs of the other kind of CPU until 2026-11-30."""
 
 import re
 import statistics
@@ -64,10 +65,14 @@ def main(options: Options) -> str:
 
 
 def changes_of_losses(old_entries: dict[str, Entry], new_entries: dict[str, Entry]) -> list[Change]:
-    """Of the validation losses in BF16 of the runs that both have."""
+    """Of the validation losses in BF16 of the runs that both have, from a CPU without AVX-512 to
+    one that has it."""
     changes = []
     for run, entry in old_entries.items():
-        percent = 100 * (loss_of(new_entries[run]) / loss_of(entry) - 1)
+        first, second = entry, new_entries[run]
+        if second.machine.is_avx2_alone:
+            first, second = second, first
+        percent = 100 * (loss_of(second) / loss_of(first) - 1)
         changes.append(Change(arm_of(run), percent))
     return changes
 

@@ -20,7 +20,7 @@ from runtime.config import Config
 from scaling import cpu_kind, ledger, precision, sweep
 from scaling.cpu_kind import Kind, machine_kind
 from scaling.ledger import Entry, compare, read_entries
-from scaling.study import Row
+from scaling.study import Row, expand, load_study
 from tests.conftest import asked, changed, figures_off, tiny_config, write_config
 from tests.helpers.scaling_runs import strict
 
@@ -215,8 +215,20 @@ def test_another_prediction_is_not_overwritten(
     law = tmp_path / "out/tiny/law"
     law.mkdir()
     (law / PREDICTIONS[1]).write_text("made anew")
-    assert "is another prediction than" in done("--restore", code=2)
+    assert "are two predictions of one run: keep the one" in done("--restore", code=2)
     assert (law / PREDICTIONS[1]).read_text() == "made anew"
+
+
+def test_predictions_are_kept_with_the_rows_when_runs_start(
+    done: Callable[..., str], tmp_path: Path
+) -> None:
+    law = tmp_path / "out/tiny/law"
+    law.mkdir()
+    for name in PREDICTIONS:
+        (law / name).write_text(name)
+    done("--run")
+    kept = {path.name: path.read_text() for path in (tmp_path / "rows/law").iterdir()}
+    assert kept == {name: name for name in PREDICTIONS}
 
 
 def test_a_repeat_is_equal_to_the_bit(done: Callable[..., str]) -> None:
@@ -431,6 +443,123 @@ def test_a_repeat_is_trained_as_its_row_was(
         "repeat=a_bf16_t1_s1"
     )
     assert capabilities == ["avx2"] * 2
+
+
+def test_a_repeat_takes_no_instructions(command: Callable[..., str]) -> None:
+    words = command("repeat=a_bf16_t1_s1", "instructions=avx2", code=2)
+    assert "--repeat computes as its row was: leave instructions= out" in words
+
+
+@pytest.fixture
+def interrupted(
+    command: Callable[..., str], capabilities: list[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., str]:
+    """The command after a first one, with AVX2 alone, whose run was cut short."""
+    train_run = ledger.train
+
+    def cut_short(row: Row, rows: list[Row], folder: Path, *more: Any) -> tuple[int, float]:
+        ended = train_run(row, rows, folder, *more)
+        (folder / row.run / "summary.json").unlink()
+        return 3, ended[1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ledger, "train", cut_short)
+        command("--run", "only=a_bf16_t1_s1", "instructions=avx2", code=3)
+    return command
+
+
+def test_a_run_goes_on_as_it_was_begun(
+    interrupted: Callable[..., str], capabilities: list[str]
+) -> None:
+    interrupted("--run", "only=a_bf16_t1_s1")
+    assert capabilities == ["avx2", "avx2"]
+
+
+def test_a_run_does_not_go_on_as_another_kind(
+    interrupted: Callable[..., str], capabilities: list[str]
+) -> None:
+    words = interrupted("--run", "only=a_bf16_t1_s1", "instructions=native", code=2)
+    assert (
+        "a_bf16_t1_s1 was begun as on AuthenticAMD AVX2, here it would go on as on AuthenticAMD"
+        " AVX512"
+    ) in words
+    assert capabilities == ["avx2"]
+
+
+def test_a_run_whose_folder_was_removed_begins_anew(
+    interrupted: Callable[..., str], capabilities: list[str], tmp_path: Path
+) -> None:
+    shutil.rmtree(tmp_path / "out/tiny/a_bf16_t1_s1")
+    interrupted("--run", "only=a_bf16_t1_s1")
+    assert capabilities == ["avx2", "its own"]
+
+
+def test_a_branch_is_computed_as_its_trunk(
+    command: Callable[..., str], capabilities: list[str], tmp_path: Path
+) -> None:
+    command("--run", "only=a_bf16_t1_s1")
+    words = command("--run", "only=a_bf16_t0.5_s1", "instructions=avx2", code=2)
+    assert "a_bf16_t0.5_s1 was begun as on AuthenticAMD AVX512" in words
+
+
+@pytest.fixture
+def rows_and_entries(finished: Path) -> tuple[list[Row], dict[str, Entry]]:
+    rows = expand(load_study(str(finished / "study_tiny.py")))
+    return rows, read_entries(finished / "rows/runs.jsonl")
+
+
+def test_a_gap_between_two_kinds_is_told(
+    rows_and_entries: tuple[list[Row], dict[str, Entry]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows, entries = rows_and_entries
+    row = next(row for row in rows if row.run == "a_tensorwise_t1_s1")
+    entry = entries["a_bf16_t1_s1"]
+    entries["a_bf16_t1_s1"] = replace(entry, machine=replace(NEW, vendor="Another"))
+    ledger._kind_to_train(row, rows, entries, tmp_path, "pair")
+    assert (
+        "its BF16 run was as on Another AVX512: their gap will hold rounding too"
+        in capsys.readouterr().out
+    )
+
+
+def partner_of(run: str, rows: list[Row], entries: dict[str, Entry]) -> str:
+    """The CPU's name of the partner, where each run was trained on a CPU called like the run."""
+    named = {
+        name: replace(entry, machine=replace(entry.machine, model=name))
+        for name, entry in entries.items()
+    }
+    row = next(row for row in rows if row.run == run)
+    partner = ledger._kind_of_partner(row, rows, named)
+    return "none" if partner is None else partner.model
+
+
+@pytest.mark.parametrize(
+    "run, partner",
+    [("a_tensorwise_t1_s1", "a_bf16_t1_s1"), ("a_tensorwise_t0.5_s1", "a_bf16_t0.5_s1")],
+)
+def test_the_partner_is_the_bf16_run_of_the_pair(
+    run: str, partner: str, rows_and_entries: tuple[list[Row], dict[str, Entry]]
+) -> None:
+    assert partner_of(run, *rows_and_entries) == partner
+
+
+def test_without_its_pair_the_partner_is_of_another_budget(
+    rows_and_entries: tuple[list[Row], dict[str, Entry]],
+) -> None:
+    rows, entries = rows_and_entries
+    del entries["a_bf16_t0.5_s1"]
+    assert partner_of("a_tensorwise_t0.5_s1", rows, entries) == "a_bf16_t1_s1"
+
+
+@pytest.mark.parametrize("change", [{"seed": 2}, {"size": "b"}, {"repeat": 1}])
+def test_another_seed_size_or_a_null_run_is_no_partner(
+    change: dict[str, Any], rows_and_entries: tuple[list[Row], dict[str, Entry]]
+) -> None:
+    rows, entries = rows_and_entries
+    rows = [replace(row, **change) if row.is_baseline else row for row in rows]
+    assert partner_of("a_tensorwise_t1_s1", rows, entries) == "none"
 
 
 def test_the_validation_blocks_of_a_row_give_its_loss(entry: Entry) -> None:

@@ -224,12 +224,27 @@ def test_a_crowded_figure_shows_the_gaps_with_the_most_tokens(drawn: Drawn) -> N
     assert means == pytest.approx(expected)
 
 
-def test_forty_gaps_are_all_shown(drawn: Drawn) -> None:
+@pytest.mark.parametrize("number, n_shown", [(40, 40), (41, 3)])
+def test_forty_gaps_are_all_shown_and_more_are_not(number: int, n_shown: int, drawn: Drawn) -> None:
     sizes = [
         replace(size, tokens=budget * size.tokens)
-        for budget in range(1, 14)
+        for budget in range(1, 15)
         for size in drawn.result.sizes
     ]
-    left, _ = draw_precision(replace(drawn.result, sizes=sizes)).axes
-    n_shown = sum(len(errorbars(left, colour)) for colour in (ORANGE, GREEN))
-    assert n_shown == len(sizes) == 39
+    figure = draw_precision(replace(drawn.result, sizes=sizes[:number]))
+    left, _ = figure.axes
+    assert sum(len(errorbars(left, colour)) for colour in (ORANGE, GREEN)) == n_shown
+
+
+@pytest.mark.parametrize(
+    "number, words",
+    [(3, "at each size further right: more tokens"), (41, "each recipe's with its most tokens")],
+)
+def test_the_caption_says_which_gaps_are_shown(number: int, words: str, drawn: Drawn) -> None:
+    sizes = [
+        replace(size, tokens=budget * size.tokens)
+        for budget in range(1, 15)
+        for size in drawn.result.sizes
+    ]
+    figure = draw_precision(replace(drawn.result, sizes=sizes[:number]))
+    assert words in " ".join(text.get_text() for text in figure.texts).replace("\n", " ")

@@ -12,6 +12,7 @@ import pytest
 
 from lib.errors import UserError
 from scaling import ledger
+from scaling.cpu_kind import Kind
 from scaling.ledger import read_entries
 from scaling.study import expand, load_study
 from tests.conftest import ROOT, asked, write_source
@@ -175,17 +176,36 @@ def elsewhere():
     return module("elsewhere")
 
 
-def entries_of(losses: dict[str, float]) -> dict[str, SimpleNamespace]:
-    return {run: SimpleNamespace(summary={"loss_bf16": loss}) for run, loss in losses.items()}
+OLD_CPU = Kind(vendor="AuthenticAMD", model="", capability="AVX2", flags=("avx2",))
+NEW_CPU = Kind(vendor="AuthenticAMD", model="", capability="AVX512", flags=("avx2", "avx512f"))
+
+
+def entries_of(losses: dict[str, float], machine: Kind = OLD_CPU) -> dict[str, SimpleNamespace]:
+    return {
+        run: SimpleNamespace(summary={"loss_bf16": loss}, machine=machine)
+        for run, loss in losses.items()
+    }
 
 
 BF16, FP8 = "cpu_30k_bf16_t5_s1", "cpu_30k_rowwise_t5_s1"
 
 
-def test_a_change_of_a_loss_is_in_per_cent_of_the_first_machines(elsewhere):
-    there, here = entries_of({BF16: 2.0}), entries_of({BF16: 2.02, FP8: 1.0})
+def test_a_change_of_a_loss_is_in_per_cent_of_the_old_cpus(elsewhere):
+    there, here = entries_of({BF16: 2.0}), entries_of({BF16: 2.02, FP8: 1.0}, NEW_CPU)
     (change,) = elsewhere.changes_of_losses(there, here)
-    assert change.arm == "bf16" and change.percent == pytest.approx(1.0)
+    assert change.percent == pytest.approx(1.0)
+
+
+def test_a_change_names_its_arm(elsewhere):
+    there, here = entries_of({BF16: 2.0}), entries_of({BF16: 2.02, FP8: 1.0}, NEW_CPU)
+    (change,) = elsewhere.changes_of_losses(there, here)
+    assert change.arm == "bf16"
+
+
+def test_a_run_that_the_new_cpu_trained_first_changes_from_the_old_ones_loss(elsewhere):
+    there, here = entries_of({BF16: 2.02}, NEW_CPU), entries_of({BF16: 2.0})
+    (change,) = elsewhere.changes_of_losses(there, here)
+    assert change.percent == pytest.approx(1.0)
 
 
 def test_a_change_of_a_gap_needs_both_runs_of_the_pair(elsewhere):
