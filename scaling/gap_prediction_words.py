@@ -9,14 +9,15 @@ def format_prediction(name: str, recipe: str, forecast: GapForecast) -> list[str
     """A frozen prediction: the gap, then what each form says."""
     lines = [
         (
-            f"{name}: predicted gap of {recipe} {forecast.gap:+.3g} % by the"
-            f" {forecast.headline}, 95 % interval {forecast.low:+.3g} to {forecast.high:+.3g} %; of"
-            f" a single pair {forecast.one_pair_low:+.3g} to {forecast.one_pair_high:+.3g} %;"
+            f"{name}: predicted gap of {recipe} {format_gap(forecast.gap)} % by the"
+            f" {forecast.headline}, 95 % interval"
+            f" {_format_interval(forecast.low, forecast.high)} %; of a single pair"
+            f" {_format_interval(forecast.one_pair_low, forecast.one_pair_high)} %;"
             f" {_format_distance(forecast)}"
         )
     ]
     for form in forecast.forecasts:
-        interval = f"{form.gap:+.3g} % ({form.gap_low:+.3g} to {form.gap_high:+.3g})"
+        interval = f"{format_gap(form.gap)} % ({_format_interval(form.gap_low, form.gap_high)})"
         reason = ""
         if form.refuted_because:
             reason = f", left out: {sentence_of(form.refuted_because)}"
@@ -24,17 +25,31 @@ def format_prediction(name: str, recipe: str, forecast: GapForecast) -> list[str
     return lines
 
 
+def format_gap(percent: float) -> str:
+    """Three digits; below a thousandth of a per cent, where a gap means nothing, none."""
+    is_tiny = abs(percent) < 0.001
+    return f"{percent:+.3f}" if is_tiny else f"{percent:+.3g}"
+
+
+def _format_interval(low: float, high: float) -> str:
+    return f"{format_gap(low)} to {format_gap(high)}"
+
+
 def _format_distance(forecast: GapForecast) -> str:
     """How far the point lies from the pairs."""
     beyond = []
     if forecast.beyond_sizes > 1:
-        beyond.append(f"{forecast.beyond_sizes:.3g}-fold beyond the sizes")
+        beyond.append(f"{_fold(forecast.beyond_sizes)} beyond the sizes")
     if forecast.beyond_ratios > 1:
-        beyond.append(f"{forecast.beyond_ratios:.3g}-fold beyond the tokens per parameter")
+        beyond.append(f"{_fold(forecast.beyond_ratios)} beyond the tokens per parameter")
     place = f"at {si(forecast.N)} parameters and {forecast.D / forecast.N:.3g} tokens for each"
     if not beyond:
         return f"{place}, within the pairs"
     return f"{place}, extrapolated {' and '.join(beyond)} of the pairs"
+
+
+def _fold(factor: float) -> str:
+    return f"{factor:,.0f}-fold" if factor >= 1000 else f"{factor:.3g}-fold"
 
 
 def format_score(
@@ -50,11 +65,10 @@ def format_score(
     """The pairs that have come against their prediction; gaps in per cent."""
     pairs = "pair" if independent_pairs == 1 else "pairs"
     inside = "inside" if is_inside else "OUTSIDE"
-    low, high = interval
     return (
-        f"{target}: measured gap {measured:+.3g} % of {independent_pairs} independent {pairs},"
-        f" predicted {predicted:+.3g} % by the {headline}: {inside} the interval {low:+.3g} to"
-        f" {high:+.3g} % of so many pairs, z = {z:+.2f}"
+        f"{target}: measured gap {format_gap(measured)} % of {independent_pairs} independent"
+        f" {pairs}, predicted {format_gap(predicted)} % by the {headline}: {inside} the interval"
+        f" {_format_interval(*interval)} % of so many pairs, z = {z:+.2f}"
     )
 
 

@@ -16,6 +16,7 @@ from scipy.stats import t
 
 from lib.errors import UserError
 from scaling import gap_predictions, precision
+from scaling.gap_prediction_words import format_gap
 from scaling.paired.gap_cells import GapPoints
 from scaling.paired.gap_law import GapLaw, fit_gap
 from scaling.precision_result import read_precision
@@ -162,6 +163,14 @@ def test_a_prediction_says_how_far_it_extrapolates(frozen: Frozen) -> None:
     assert "extrapolated 3.33-fold beyond the sizes of the pairs" in frozen.page
 
 
+@pytest.mark.parametrize(
+    ("percent", "words"),
+    [(1.528, "+1.53"), (-0.0131, "-0.0131"), (0.00252, "+0.00252"), (6.52e-9, "+0.000")],
+)
+def test_a_gap_below_a_thousandth_of_a_per_cent_has_no_exponent(percent: float, words: str) -> None:
+    assert format_gap(percent) == words
+
+
 def test_the_true_gap_is_within_the_predicted_interval(frozen: Frozen) -> None:
     forecast = frozen.prediction.forecast
     assert forecast.low < STEEP.at(HELD, 20 * HELD) < forecast.high
@@ -251,7 +260,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
 
 def test_a_place_is_frozen_for_every_recipe(place: tuple[str, Path]) -> None:
     page, folder = place
-    assert "extrapolated 5e+03-fold beyond the sizes" in page
+    assert "extrapolated 5,000-fold beyond the sizes" in page
     assert (folder / PLACE).exists()
 
 
