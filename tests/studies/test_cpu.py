@@ -2,13 +2,17 @@
 power is that of theory."""
 
 import importlib.util
+import io
 import json
 import math
+from collections import defaultdict
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from scipy.stats import t
 
 from lib.errors import UserError
 from scaling import ledger
@@ -221,3 +225,85 @@ def test_the_page_has_the_table_of_the_command(elsewhere, capsys: pytest.Capture
     for line in printed.strip().split("\n")[2:]:
         numbers = " | ".join(cell.strip() for cell in line.strip("|").split("|")[2:])
         assert f"| {numbers} |" in page
+
+
+# --------------------------------------------------------------------------- the tables of the page
+
+
+@pytest.fixture(scope="module")
+def tables():
+    return module("tables")
+
+
+@pytest.fixture(scope="module")
+def restored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The study's run folders, as its rows have them."""
+    out = tmp_path_factory.mktemp("study")
+    assert ledger.main([str(ROOT / "configs/study_cpu.py"), "--restore", f"out={out}"]) == 0
+    return out / "cpu"
+
+
+@pytest.fixture(scope="module")
+def printed_tables(tables, restored: Path) -> list[list[str]]:
+    """The cells of each row that the command prints."""
+    page = io.StringIO()
+    with redirect_stdout(page):
+        assert tables.main([str(restored)]) == 0
+    return table_rows(page.getvalue())
+
+
+def table_rows(text: str) -> list[list[str]]:
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_the_page_has_the_tables_of_the_command(printed_tables: list[list[str]]):
+    page = table_rows((ROOT / "docs/study.md").read_text())
+    missing = [row for row in printed_tables if not row[0].startswith("-") and row not in page]
+    assert not missing
+
+
+def test_a_gap_of_the_tables_is_the_mean_over_seeds_of_their_budgets(
+    printed_tables: list[list[str]],
+):
+    losses = {
+        run: entry.summary["loss_bf16"] for run, entry in read_entries(HOME / "runs.jsonl").items()
+    }
+    gaps = defaultdict(list)
+    for run, loss in losses.items():
+        if run.startswith("cpu_30k_tensorwise_t"):
+            seed = run.rpartition("_s")[2]
+            gaps[seed].append(100 * math.log(loss / losses[run.replace("tensorwise", "bf16")]))
+    of_seeds = [np.mean(values) for values in gaps.values()]
+    half = t.ppf(0.975, len(of_seeds) - 1) * np.std(of_seeds, ddof=1) / math.sqrt(len(of_seeds))
+    row = next(row for row in printed_tables if row[0].startswith("tensorwise (18"))
+    assert row[1] == f"{np.mean(of_seeds):+.3f} ± {half:.3f}"
+
+
+def test_a_difference_of_the_tables_is_over_the_baselines_that_both_arms_have(
+    printed_tables: list[list[str]],
+):
+    entries = read_entries(HOME / "runs.jsonl")
+    differences = defaultdict(list)
+    for run, entry in entries.items():
+        other = run.replace("mxfp8_e5m2", "mxfp8")
+        if run.startswith("cpu_101k_mxfp8_e5m2_t") and other in entries:
+            baseline = entries[run.replace("mxfp8_e5m2", "bf16")].summary["loss_bf16"]
+            nats = entry.summary["loss_bf16"] - entries[other].summary["loss_bf16"]
+            differences[run.rpartition("_s")[2]].append(100 * nats / baseline)
+    row = next(row for row in printed_tables if row[0] == "mxfp8_e5m2 minus mxfp8")
+    mean = np.mean([np.mean(values) for values in differences.values()])
+    assert float(row[2].split(" ± ")[0]) == pytest.approx(mean, abs=1e-3)
+
+
+def test_a_loss_outside_its_prediction_is_marked(tables):
+    prediction = SimpleNamespace(low=1.2, high=1.4)
+    assert [tables.format_loss(loss, prediction) for loss in (1.3, 1.41)] == [
+        "1.300",
+        "1.410 (outside)",
+    ]
+
+
+def test_runs_of_another_study_have_no_tables(tables):
+    with pytest.raises(UserError, match="gpt350m_bf16_t20_s1 is no run of configs/study_cpu.py"):
+        tables.size_of("gpt350m_bf16_t20_s1")
