@@ -8,9 +8,11 @@ everything else is equal. So the differences are what rounding alone does, and a
 cannot be known better than they are wide. The runs of mxfp8_norms are those that stood beside BF16
 runs of the other kind of CPU until 2026-11-30."""
 
+import math
 import re
 import statistics
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lib.command import command, run_command
@@ -40,7 +42,7 @@ class Change:
 def main(options: Options) -> str:
     old_entries = read_entries(FOLDER / "elsewhere.jsonl")
     new_entries = read_entries(FOLDER / "runs.jsonl")
-    table = [["what", "arm", "number", "median of the sizes [%]", "largest [%]", "SD [%]"]]
+    table = [["what", "arm", "number", "median of the sizes [%]", "largest [%]", "RMS [%]"]]
     for what, changes in (
         ("loss of a run", changes_of_losses(old_entries, new_entries)),
         ("gap of a pair", changes_of_gaps(old_entries, new_entries)),
@@ -58,7 +60,7 @@ def main(options: Options) -> str:
                     str(len(values)),
                     f"{statistics.median(sizes):.2f}",
                     f"{max(sizes):.2f}",
-                    f"{statistics.pstdev(values):.2f}",
+                    f"{root_mean_square(values):.2f}",
                 ]
             )
     return grid(table)
@@ -92,6 +94,11 @@ def changes_of_gaps(old_entries: dict[str, Entry], new_entries: dict[str, Entry]
 def gap(entries: dict[str, Entry], run: str, baseline: str) -> float:
     """In per cent of the baseline's loss."""
     return 100 * (loss_of(entries[run]) / loss_of(entries[baseline]) - 1)
+
+
+def root_mean_square(changes: Sequence[float]) -> float:
+    """Not the deviation from their mean: changes in one direction are changes too."""
+    return math.sqrt(statistics.fmean(change**2 for change in changes))
 
 
 def loss_of(entry: Entry) -> float:

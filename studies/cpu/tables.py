@@ -1,32 +1,40 @@
-"""The result tables of docs/study.md, from the study's finished runs.
+"""The result tables of docs/study.md, from the study's finished runs and scored predictions.
 
     python scaling/ledger.py configs/study_cpu.py --restore     # the rows as run folders -> out/cpu
     python studies/cpu/tables.py out/cpu
 
-The first table has each arm's gap to BF16 by size, as scaling/precision.py measures it:
-100 ln(L_FP8 / L_BF16), both evaluated in BF16, the mean over a seed's budgets, ± half a 95 %
-t-interval over seeds. The second has one arm's gap minus another's, over the BF16 runs that both
-stand beside. The third has the runs of the largest size against the predictions that were frozen
-before them; intervals of gaps are for the mean of as many pairs as were measured."""
+1. Gap of each arm to BF16 by size, as scaling/precision.py measures it: 100 ln(L_FP8 / L_BF16),
+   both evaluated in BF16, the mean over a seed's budgets, ± half a 95 % t-interval over seeds.
+2. The same at each budget, of tensorwise and of the control.
+3. How much the gap, here 100 (L_FP8 / L_BF16 - 1), changes when the tokens are doubled.
+4. One arm's gap minus another's, over the BF16 runs that both stand beside.
+5. The gap of pairs whose runs skipped equally many steps, and of others.
+6. The runs of the largest size against the predictions that were frozen before them, with the
+   scores of fit.py and precision.py that lie in studies/cpu/law."""
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from lib.command import command, run_command
 from lib.errors import UserError
+from lib.machine import ROOT
 from lib.text import grid
 from lib.values import FilePath
 from scaling import gap_predictions, predictions
 from scaling.paired.differences import pairs_between
 from scaling.paired.estimates import Estimate
-from scaling.paired.gaps import Pair, mean_gap, slope_over_tokens
+from scaling.paired.gaps import FinishedRun, Pair, mean_gap, slope_over_tokens
 from scaling.pairing import pair_runs
-from scaling.records import LAW_FOLDER, Record, read_runs, usable
+from scaling.records import Record, read_json, read_runs, usable
+from scaling.typed_json import from_json
 
+LAW = ROOT / "studies/cpu/law"  # frozen predictions and their scores
 SIZES = ("30k", "101k", "212k", "529k", "1m")
+RUN = re.compile(rf"cpu_(?P<size>{'|'.join(SIZES)})_\w+_t(?P<budget>\d+)_s\d+")
+CONTROL = "nvfp4"
 ARMS = (
     "tensorwise",
     "rowwise",
@@ -34,7 +42,7 @@ ARMS = (
     "mxfp8_e5m2",
     "tensorwise_gi_hp",
     "mxfp8_norms",
-    "nvfp4",
+    CONTROL,
 )
 COMPARED = (  # an arm, and the one whose gap is subtracted from its own
     ("mxfp8_e5m2", "mxfp8"),
@@ -43,7 +51,10 @@ COMPARED = (  # an arm, and the one whose gap is subtracted from its own
     ("rowwise", "tensorwise"),
     ("mxfp8_norms", "mxfp8"),
 )
-RUN = re.compile(r"cpu_(?P<size>[0-9a-z]+)_\w+_t\d+_s\d+")
+
+BY_BUDGET = ("tensorwise", CONTROL)
+
+Table = list[list[str]]  # rows of cells, the header first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,118 +64,174 @@ class Options:
 
 @command(__doc__, Options, "folder")
 def main(options: Options) -> str:
-    records, _ = usable(read_runs([options.folder])[0])
-    pairs = [pair for pair in pair_runs(records)[0] if not pair.fp8.is_baseline]
-    tables = [gap_table(pairs), difference_table(pairs)]
-    tables.append(prediction_table(records, pairs, Path(options.folder) / LAW_FOLDER))
-    return "\n\n".join(map(grid, tables))
+    all_records, skipped = read_runs([options.folder])
+    records, left_out = usable(all_records)
+    pairs, unpaired = pair_runs(records)
+    pairs = [pair for pair in pairs if not pair.fp8.is_baseline]  # without nulls
+    tables = [
+        gap_table(pairs),
+        budget_table(pairs),
+        growth_table(pairs),
+        difference_table(pairs),
+        skip_table(pairs),
+        prediction_table(LAW),
+    ]
+    return "\n\n".join([*map(grid, tables), *skipped, *left_out, *unpaired])
 
 
-def gap_table(pairs: Sequence[Pair]) -> list[list[str]]:
-    """A row for each arm: its gap at each size, over all, its change per doubling of tokens."""
-    table = [["arm (seeds)", *SIZES, "all sizes", "change per doubling of tokens"]]
-    for arm in ARMS:
-        of_arm = [pair for pair in pairs if pair.fp8.recipe == arm]
-        if of_arm:
-            slope = slope_over_tokens(of_arm, "bf16")
-            table.append([f"{arm} ({_seeds(of_arm)})", *_by_size(of_arm), _percent(slope)])
+# -------------------------------------------------------------------------------- measured tables
+
+
+def gap_table(pairs: Sequence[Pair]) -> Table:
+    table = [["arm (seeds)", *SIZES, "all sizes"]]
+    for arm, of_arm in _by_arm(pairs):
+        counts = [str(_seed_count(of_size)) for of_size in _by_size(of_arm)]
+        table.append([f"{arm} ({', '.join(counts)})", *_cells(of_arm, _gap)])
     return table
 
 
-def _seeds(pairs: Sequence[Pair]) -> str:
-    """How many an arm has at each of SIZES: "18, 16, 6, 3, 2"."""
-    counts = []
-    for size in SIZES:
-        of_size = [pair for pair in pairs if size_of(pair.fp8.run_id) == size]
-        counts.append(len({pair.fp8.seed for pair in of_size}))
-    return ", ".join(map(str, counts))
+def budget_table(pairs: Sequence[Pair]) -> Table:
+    budgets = sorted({int(_read_name(pair)["budget"]) for pair in pairs})
+    table = [["arm", "tokens per parameter", *SIZES]]
+    for arm, of_arm in _by_arm(pairs):
+        for budget in budgets if arm in BY_BUDGET else ():
+            at_budget = [pair for pair in of_arm if int(_read_name(pair)["budget"]) == budget]
+            table.append([arm, str(budget), *_cells(at_budget, _gap)[:-1]])
+    return table
 
 
-def difference_table(pairs: Sequence[Pair]) -> list[list[str]]:
-    """A row for each two arms: the mean difference of their gaps at each size, over all."""
+def growth_table(pairs: Sequence[Pair]) -> Table:
+    table = [["change per doubling", *SIZES, "all sizes"]]
+    for arm, of_arm in _by_arm(pairs):
+        table.append([arm, *_cells(of_arm, _growth)])
+    return table
+
+
+def difference_table(pairs: Sequence[Pair]) -> Table:
     table = [["difference", *SIZES, "all sizes"]]
     for arm, minus in COMPARED:
-        between = pairs_between(pairs, arm, minus)
-        if between:
-            table.append([f"{arm} minus {minus}", *_by_size(between)])
+        table.append([f"{arm} minus {minus}", *_cells(pairs_between(pairs, arm, minus), _gap)])
     return table
 
 
-def _by_size(pairs: Sequence[Pair]) -> list[str]:
-    """The mean gap at each of SIZES, "" where no pair is, then over all of them."""
-    cells = []
-    for size in SIZES:
-        of_size = [pair for pair in pairs if size_of(pair.fp8.run_id) == size]
-        cells.append(_percent(mean_gap(of_size, "bf16", "log_percent")) if of_size else "")
-    return [*cells, _percent(mean_gap(pairs, "bf16", "log_percent"))]
+def skip_table(pairs: Sequence[Pair]) -> Table:
+    """Without the control, whose gap is ten times as large."""
+    of_fp8 = [pair for pair in pairs if pair.fp8.recipe != CONTROL]
+    equal = [pair for pair in of_fp8 if _skipped(pair.fp8) == _skipped(pair.bf16)]
+    unequal = [pair for pair in of_fp8 if _skipped(pair.fp8) != _skipped(pair.bf16)]
+    return [
+        ["FP8 and BF16 run of a pair", "pairs", "gap"],
+        ["skipped equally many steps", str(len(equal)), _gap(equal)],
+        ["did not", str(len(unequal)), _gap(unequal)],
+    ]
 
 
-def prediction_table(
-    records: Sequence[Record], pairs: Sequence[Pair], folder: Path
-) -> list[list[str]]:
-    """A row for each arm and budget whose runs were predicted: the loss of each seed and the mean
-    gap, beside what the frozen predictions in `folder` say."""
-    table = [["arm", "tokens per parameter", "loss", "predicted", "gap [%]", "predicted gap [%]"]]
+def _by_arm(pairs: Sequence[Pair]) -> list[tuple[str, list[Pair]]]:
+    """The pairs of each arm that has some, in the order of ARMS. Raises UserError for another."""
+    by_arm: dict[str, list[Pair]] = {arm: [] for arm in ARMS}
+    for pair in pairs:
+        if pair.fp8.recipe not in by_arm:
+            raise UserError(f"{pair.fp8.run_id} is of no arm of configs/study_cpu.py")
+        by_arm[pair.fp8.recipe].append(pair)
+    return [(arm, of_arm) for arm, of_arm in by_arm.items() if of_arm]
+
+
+def _by_size(pairs: Sequence[Pair]) -> list[list[Pair]]:
+    """The pairs at each of SIZES."""
+    return [[pair for pair in pairs if _read_name(pair)["size"] == size] for size in SIZES]
+
+
+def _read_name(pair: Pair) -> re.Match[str]:
+    match = RUN.fullmatch(pair.fp8.run_id)
+    if match is None:
+        raise UserError(
+            f"{pair.fp8.run_id} is no run of configs/study_cpu.py, whose tables these are"
+        )
+    return match
+
+
+def _cells(pairs: Sequence[Pair], write: Callable[[Sequence[Pair]], str]) -> list[str]:
+    """What is written of the pairs at each of SIZES, "" where there is none, and of all of them."""
+    return [write(some) if some else "" for some in (*_by_size(pairs), pairs)]
+
+
+def _gap(pairs: Sequence[Pair]) -> str:
+    return format_estimate(mean_gap(pairs, "bf16", "log_percent"))
+
+
+def _growth(pairs: Sequence[Pair]) -> str:
+    slope = slope_over_tokens(pairs, "bf16")
+    return "" if slope is None else format_estimate(slope)
+
+
+def format_estimate(estimate: Estimate) -> str:
+    """The mean and half its 95 % interval; a single value has none."""
+    if estimate.half is None:
+        return f"{estimate.mean:+.3f}"
+    return f"{estimate.mean:+.3f} ± {estimate.half:.3f}"
+
+
+def _seed_count(pairs: Sequence[Pair]) -> int:
+    return len({pair.fp8.seed for pair in pairs})
+
+
+def _skipped(run: FinishedRun) -> int:
+    """Steps that the guard skipped."""
+    assert isinstance(run, Record)
+    return run.summary["skipped_steps"]
+
+
+# ---------------------------------------------------------------------------- scored predictions
+
+
+def prediction_table(folder: Path) -> Table:
+    """A row for each arm and budget that was predicted; the second seed of a run has the same
+    prediction, and is in the score of the first."""
     gaps = gap_predictions.load(folder)
     rows: dict[tuple[str, int], list[str]] = {}
     for prediction in predictions.load(folder):
         target = prediction.file.target
-        runs = [record for record in records if prediction.is_of(record)]
-        gap_cells = ["", ""]
-        for gap in gaps:
-            if gap.target.is_of(target.recipe, target.params_total, target.tokens):
-                gap_cells = _gap_cells(gap, pairs)
         row = [
             target.recipe,
             f"{target.tokens / target.params_total:.0f}",
-            ", ".join(format_loss(run.loss_bf16, prediction) for run in runs),
             f"{prediction.loss:.3f} ({prediction.low:.3f} to {prediction.high:.3f})",
-            *gap_cells,
+            _losses(folder / f"score_{prediction.target}.json"),
         ]
-        # the seeds of a run were predicted each, from the same runs: all say the same
-        rows[target.recipe, target.tokens] = row
+        for gap in gaps:
+            if gap.target.is_of(target.recipe, target.params_total, target.tokens):
+                row += _gap_cells(gap, folder / f"gap_score_{gap.target.name}.json")
+        rows.setdefault((target.recipe, target.tokens), row)
+    table = [["arm", "tokens per parameter", "loss, predicted", "seeds 1, 2"]]
+    table[0] += ["gap, predicted", "measured"]
     arms = ["bf16", *ARMS]
-    places = sorted(rows, key=lambda place: (arms.index(place[0]), place[1]))
-    return table + [rows[place] for place in places]
+    for place in sorted(rows, key=lambda place: (arms.index(place[0]), place[1])):
+        blank = [""] if len(rows[place]) < len(table[0]) else []
+        table.append([*rows[place], *blank, *blank])
+    return table
 
 
-def format_loss(loss: float, prediction: predictions.Prediction) -> str:
-    is_inside = prediction.low <= loss <= prediction.high
-    return f"{loss:.3f}" if is_inside else f"{loss:.3f} (outside)"
-
-
-def _gap_cells(prediction: gap_predictions.GapPrediction, pairs: Sequence[Pair]) -> list[str]:
-    """The mean gap that was measured, "" where no pair has come, and the one that was predicted,
-    with its interval for the mean of so many pairs."""
-    forecast = prediction.forecast
-    arrived = [
-        pair
-        for pair in pairs
-        if prediction.target.is_of(pair.fp8.recipe, pair.fp8.N, pair.fp8.tokens)
-    ]
-    if not arrived:
-        return ["", f"{forecast.gap:+.2f} ({forecast.low:+.2f} to {forecast.high:+.2f})"]
-    score = gap_predictions.score_of(prediction, arrived)
-    interval = f"{score.predicted_low:+.2f} to {score.predicted_high:+.2f}"
-    measured = f"{score.measured:+.2f}" if score.is_inside else f"{score.measured:+.2f} (outside)"
-    return [measured, f"{score.predicted:+.2f} ({interval})"]
-
-
-def _percent(mean: Estimate | None) -> str:
-    """A mean and half its 95 % interval; a single value has none."""
-    if mean is None:
+def _losses(path: Path) -> str:
+    """The measured losses of a score, by seed; "" while there is none."""
+    if not path.exists():
         return ""
-    if mean.low is None or mean.high is None:
-        return f"{mean.mean:+.3f}"
-    return f"{mean.mean:+.3f} ± {(mean.high - mean.low) / 2:.3f}"
+    runs = from_json(predictions.ScoreFile, read_json(path)).runs
+    return ", ".join(f"{run.loss:.3f}{_outside(run.inside)}" for run in runs)
 
 
-def size_of(run: str) -> str:
-    """The size in a run's name, such as 30k."""
-    match = RUN.fullmatch(run)
-    if match is None:
-        raise UserError(f"{run} is no run of configs/study_cpu.py, whose tables these are")
-    return match["size"]
+def _gap_cells(prediction: gap_predictions.GapPrediction, path: Path) -> list[str]:
+    """The predicted gap, with the interval of the mean of so many pairs as were measured, and the
+    measured one."""
+    forecast = prediction.forecast
+    if not path.exists():
+        return [f"{forecast.gap:+.2f}", ""]
+    score = from_json(gap_predictions.GapScore, read_json(path))
+    interval = f"{score.predicted_low:+.2f} to {score.predicted_high:+.2f}"
+    measured = f"{score.measured:+.2f}{_outside(score.is_inside)}"
+    return [f"{score.predicted:+.2f} ({interval})", measured]
+
+
+def _outside(is_inside: bool) -> str:
+    return "" if is_inside else " (outside)"
 
 
 if __name__ == "__main__":

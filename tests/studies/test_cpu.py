@@ -5,8 +5,10 @@ import importlib.util
 import io
 import json
 import math
+import re
 from collections import defaultdict
 from contextlib import redirect_stdout
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,9 +19,12 @@ from scipy.stats import t
 from lib.errors import UserError
 from scaling import ledger
 from scaling.cpu_kind import Kind
+from scaling.gap_predictions import GapScore
 from scaling.ledger import read_entries
+from scaling.predictions import RunScore, ScoreFile
 from scaling.study import expand, load_study
 from tests.conftest import ROOT, asked, write_source
+from tests.helpers.paired_runs import fake_pair
 
 HOME = ROOT / "studies/cpu"
 
@@ -108,6 +113,13 @@ def test_another_version_of_a_package_is_refused(corpus, monkeypatch: pytest.Mon
 def test_a_missing_text_gets_a_sentence(corpus, capsys: pytest.CaptureFixture[str], tmp_path: Path):
     told = asked(capsys, corpus.main, tmp_path / "none", f"out={tmp_path}/data", code=2)
     assert "prose.jsonl.xz: docs/study.md says where its text comes from" in told
+
+
+def test_the_page_has_rows_of_the_power_table(power, capsys: pytest.CaptureFixture[str]):
+    (printed,) = read_tables(asked(capsys, power.main))
+    page = read_tables((ROOT / "docs/study.md").read_text())
+    (of_page,) = [table for table in page if table[0] == printed[0]]
+    assert [row for row in of_page if row not in printed] == []
 
 
 @pytest.mark.parametrize("budgets", [1, 4])
@@ -219,6 +231,10 @@ def test_a_change_of_a_gap_needs_both_runs_of_the_pair(elsewhere):
     assert change.arm == "rowwise" and change.percent == pytest.approx(3.0 - 1.0)
 
 
+def test_changes_in_one_direction_are_not_averaged_out(elsewhere):
+    assert elsewhere.root_mean_square([3.0, 4.0, 5.0]) == pytest.approx(math.sqrt(50 / 3))
+
+
 def test_the_page_has_the_table_of_the_command(elsewhere, capsys: pytest.CaptureFixture[str]):
     printed = asked(capsys, elsewhere.main)
     page = (ROOT / "docs/study.md").read_text()
@@ -229,6 +245,8 @@ def test_the_page_has_the_table_of_the_command(elsewhere, capsys: pytest.Capture
 
 # --------------------------------------------------------------------------- the tables of the page
 
+Tables = list[list[list[str]]]  # of rows of cells
+
 
 @pytest.fixture(scope="module")
 def tables():
@@ -236,74 +254,179 @@ def tables():
 
 
 @pytest.fixture(scope="module")
-def restored(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The study's run folders, as its rows have them."""
+def printed_tables(tables, tmp_path_factory: pytest.TempPathFactory) -> Tables:
+    """Those of the study's run folders, as its rows have them."""
     out = tmp_path_factory.mktemp("study")
     assert ledger.main([str(ROOT / "configs/study_cpu.py"), "--restore", f"out={out}"]) == 0
-    return out / "cpu"
+    page = io.StringIO()
+    with redirect_stdout(page):
+        assert tables.main([str(out / "cpu")]) == 0
+    return read_tables(page.getvalue())
+
+
+def read_tables(text: str) -> Tables:
+    """Tables in Markdown, without the lines below their headers."""
+    tables, is_inside = [], False
+    for line in text.splitlines():
+        if not line.startswith("|"):
+            is_inside = False
+            continue
+        if not is_inside:
+            tables.append([])
+            is_inside = True
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if set(cells[0]) != {"-"}:
+            tables[-1].append(cells)
+    return tables
+
+
+def row_of(tables: Tables, header: str, *names: str) -> dict[str, str]:
+    """Cells by column of the row that begins with `names`, in the table whose header begins with
+    `header`."""
+    table = next(table for table in tables if table[0][0] == header)
+    row = next(row for row in table if tuple(row[: len(names)]) == names)
+    return dict(zip(table[0], row, strict=True))
 
 
 @pytest.fixture(scope="module")
-def printed_tables(tables, restored: Path) -> list[list[str]]:
-    """The cells of each row that the command prints."""
-    page = io.StringIO()
-    with redirect_stdout(page):
-        assert tables.main([str(restored)]) == 0
-    return table_rows(page.getvalue())
+def summaries() -> dict[tuple[str, str, int, int], dict]:
+    """(size, arm, tokens per parameter, seed) -> the row's summary."""
+    by_place = {}
+    for run, entry in read_entries(HOME / "runs.jsonl").items():
+        size, arm, budget, seed = re.fullmatch(r"cpu_([0-9a-z]+)_(\w+)_t(\d+)_s(\d+)", run).groups()
+        by_place[size, arm, int(budget), int(seed)] = entry.summary
+    return by_place
 
 
-def table_rows(text: str) -> list[list[str]]:
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+def gaps_by_seed(summaries, of_arm: str, base: str = "bf16", of_size: str | None = None):
+    """(size, seed) -> tokens per parameter -> 100 ln(loss / loss of base)."""
+    gaps = defaultdict(dict)
+    for (size, arm, budget, seed), summary in summaries.items():
+        baseline = summaries.get((size, base, budget, seed))
+        if arm == of_arm and of_size in (None, size) and baseline:
+            ratio = summary["loss_bf16"] / baseline["loss_bf16"]
+            gaps[size, seed][budget] = 100 * math.log(ratio)
+    return gaps
 
 
-def test_the_page_has_the_tables_of_the_command(printed_tables: list[list[str]]):
-    page = table_rows((ROOT / "docs/study.md").read_text())
-    missing = [row for row in printed_tables if not row[0].startswith("-") and row not in page]
-    assert not missing
+def mean_and_half(values) -> tuple[float, float]:
+    """With half the 95 % t-interval."""
+    values = np.array(list(values))
+    return values.mean(), t.ppf(0.975, len(values) - 1) * values.std(ddof=1) / len(values) ** 0.5
 
 
-def test_a_gap_of_the_tables_is_the_mean_over_seeds_of_their_budgets(
-    printed_tables: list[list[str]],
+def read_estimate(cell: str) -> list[float]:
+    return [float(number) for number in cell.split(" ± ")]
+
+
+def test_the_page_has_the_tables_of_the_command(printed_tables: Tables):
+    page = read_tables((ROOT / "docs/study.md").read_text())
+    assert [table[0] for table in printed_tables if table not in page] == []
+
+
+@pytest.mark.parametrize("size", ["30k", "529k", "all sizes"])
+def test_a_gap_is_the_mean_over_seeds_of_their_budgets(
+    size: str, printed_tables: Tables, summaries
 ):
-    losses = {
-        run: entry.summary["loss_bf16"] for run, entry in read_entries(HOME / "runs.jsonl").items()
-    }
-    gaps = defaultdict(list)
-    for run, loss in losses.items():
-        if run.startswith("cpu_30k_tensorwise_t"):
-            seed = run.rpartition("_s")[2]
-            gaps[seed].append(100 * math.log(loss / losses[run.replace("tensorwise", "bf16")]))
-    of_seeds = [np.mean(values) for values in gaps.values()]
-    half = t.ppf(0.975, len(of_seeds) - 1) * np.std(of_seeds, ddof=1) / math.sqrt(len(of_seeds))
-    row = next(row for row in printed_tables if row[0].startswith("tensorwise (18"))
-    assert row[1] == f"{np.mean(of_seeds):+.3f} ± {half:.3f}"
+    of_size = None if size == "all sizes" else size
+    gaps = gaps_by_seed(summaries, "tensorwise", of_size=of_size)
+    expected = mean_and_half(np.mean(list(by_budget.values())) for by_budget in gaps.values())
+    name = next(row[0] for row in printed_tables[0] if row[0].startswith("tensorwise ("))
+    row = row_of(printed_tables, "arm (seeds)", name)
+    assert read_estimate(row[size]) == pytest.approx(expected, abs=1e-3)
 
 
-def test_a_difference_of_the_tables_is_over_the_baselines_that_both_arms_have(
-    printed_tables: list[list[str]],
+def test_seeds_are_counted_by_size(printed_tables: Tables):
+    assert any(row[0].startswith("nvfp4 (10, 4, 3, 5, ") for row in printed_tables[0])
+
+
+def test_a_gap_at_a_budget_is_the_mean_over_seeds(printed_tables: Tables, summaries):
+    gaps = gaps_by_seed(summaries, "nvfp4", of_size="101k")
+    expected = mean_and_half(by_budget[20] for by_budget in gaps.values())
+    row = row_of(printed_tables, "arm", "nvfp4", "20")
+    assert read_estimate(row["101k"]) == pytest.approx(expected, abs=1e-3)
+
+
+def test_growth_is_each_seeds_slope_over_doublings(printed_tables: Tables, summaries):
+    slopes = []
+    for by_budget in gaps_by_seed(summaries, "nvfp4", of_size="30k").values():
+        percents = 100 * np.expm1(np.array(list(by_budget.values())) / 100)
+        slopes.append(np.polyfit(np.log2(list(by_budget)), percents, 1)[0])
+    row = row_of(printed_tables, "change per doubling", "nvfp4")
+    # budgets are whole steps: their logarithms are not quite those of 5 to 40
+    assert read_estimate(row["30k"]) == pytest.approx(mean_and_half(slopes), abs=5e-3)
+
+
+def test_a_difference_is_over_the_baselines_that_both_arms_have(printed_tables: Tables, summaries):
+    gaps = gaps_by_seed(summaries, "mxfp8_e5m2", "mxfp8", "212k")
+    expected = mean_and_half(np.mean(list(by_budget.values())) for by_budget in gaps.values())
+    row = row_of(printed_tables, "difference", "mxfp8_e5m2 minus mxfp8")
+    assert read_estimate(row["212k"]) == pytest.approx(expected, abs=2e-3)
+
+
+def test_pairs_are_counted_by_whether_their_runs_skipped_equally_many_steps(
+    printed_tables: Tables, summaries
 ):
-    entries = read_entries(HOME / "runs.jsonl")
-    differences = defaultdict(list)
-    for run, entry in entries.items():
-        other = run.replace("mxfp8_e5m2", "mxfp8")
-        if run.startswith("cpu_101k_mxfp8_e5m2_t") and other in entries:
-            baseline = entries[run.replace("mxfp8_e5m2", "bf16")].summary["loss_bf16"]
-            nats = entry.summary["loss_bf16"] - entries[other].summary["loss_bf16"]
-            differences[run.rpartition("_s")[2]].append(100 * nats / baseline)
-    row = next(row for row in printed_tables if row[0] == "mxfp8_e5m2 minus mxfp8")
-    mean = np.mean([np.mean(values) for values in differences.values()])
-    assert float(row[2].split(" ± ")[0]) == pytest.approx(mean, abs=1e-3)
+    counts = {True: 0, False: 0}
+    for (size, arm, budget, seed), summary in summaries.items():
+        if arm not in ("bf16", "bf16_null", "nvfp4"):
+            baseline = summaries[size, "bf16", budget, seed]
+            counts[summary["skipped_steps"] == baseline["skipped_steps"]] += 1
+    header = "FP8 and BF16 run of a pair"
+    equal = row_of(printed_tables, header, "skipped equally many steps")
+    assert equal["pairs"] == str(counts[True])
+    assert row_of(printed_tables, header, "did not")["pairs"] == str(counts[False])
 
 
-def test_a_loss_outside_its_prediction_is_marked(tables):
-    prediction = SimpleNamespace(low=1.2, high=1.4)
-    assert [tables.format_loss(loss, prediction) for loss in (1.3, 1.41)] == [
-        "1.300",
-        "1.410 (outside)",
-    ]
+FROZEN_LOSS, FROZEN_GAP = "prediction_cpu_1m_mxfp8_t10_s1", "gap_prediction_cpu_1m_mxfp8_t10_s1"
 
 
-def test_runs_of_another_study_have_no_tables(tables):
-    with pytest.raises(UserError, match="gpt350m_bf16_t20_s1 is no run of configs/study_cpu.py"):
-        tables.size_of("gpt350m_bf16_t20_s1")
+@pytest.fixture
+def scored(tmp_path: Path) -> Path:
+    """A folder of one frozen loss and gap; the first of two runs is outside, the gap inside."""
+    for name in (FROZEN_LOSS, FROZEN_GAP):
+        (tmp_path / f"{name}.json").write_text((HOME / f"law/{name}.json").read_text())
+    target = FROZEN_LOSS.removeprefix("prediction_")
+    run = RunScore(
+        run_id="",
+        summary_sha256="",
+        t_start="",
+        loss=1.2,
+        error_nats=0.0,
+        error_percent=0.0,
+        inside=False,
+        forms=[],
+    )
+    score = ScoreFile(1, target, "", [run, replace(run, loss=1.3, inside=True)])
+    (tmp_path / f"score_{target}.json").write_text(json.dumps(asdict(score)))
+    gap = GapScore(1, target, "", [], 2, 0.4, None, None, 0.178, -0.3, 0.66, True, 0.0)
+    (tmp_path / f"gap_score_{target}.json").write_text(json.dumps(asdict(gap)))
+    return tmp_path
+
+
+def test_a_scored_prediction_has_its_losses_and_its_gap(tables, scored: Path):
+    row = tables.prediction_table(scored)[1]
+    assert row == [
+        "mxfp8", "10", "1.300 (1.228 to 1.424)", "1.200 (outside), 1.300", "+0.18 (-0.30 to +0.66)",
+        "+0.40",
+    ]  # fmt: skip
+
+
+def test_a_gap_outside_its_interval_is_marked(tables, scored: Path):
+    path = next(scored.glob("gap_score_*"))
+    path.write_text(path.read_text().replace("true", "false"))
+    assert tables.prediction_table(scored)[1][-1] == "+0.40 (outside)"
+
+
+def test_a_prediction_without_a_score_stands_alone(tables, scored: Path):
+    for path in scored.glob("*score_*"):
+        path.unlink()
+    assert tables.prediction_table(scored)[1][3:] == ["", "+0.18", ""]
+
+
+@pytest.mark.parametrize("run, arm", [("gpt350m_mxfp8_t20_s1", "mxfp8"), ("cpu_30k_x_t5_s1", "x")])
+def test_runs_of_another_study_have_no_tables(run: str, arm: str, tables):
+    pair = fake_pair(0.1, recipe=arm)
+    pair = replace(pair, fp8=replace(pair.fp8, run_id=run))
+    with pytest.raises(UserError, match=f"{run} is .*no .* of configs/study_cpu.py"):
+        tables.gap_table([pair])
