@@ -14,7 +14,7 @@ from fp8.kernels import NO_TENSORS
 from fp8.recipes import E5M2, RECIPES, Recipe
 from fp8.rounding import fake_quantise, scale_of
 from model import beside_z
-from tests.fp8.test_kernels import due, matmuls  # noqa: F401 - a fixture
+from tests.fp8.test_kernels import float8_matmuls, matmuls  # noqa: F401 - a fixture
 from tests.helpers.fp8_models import build, distance, tokens
 
 Tensors = tuple[torch.Tensor, ...]
@@ -141,7 +141,7 @@ def test_gradients_through_the_log_sum_exp_are_those_of_fp64(masked: bool):
 @pytest.mark.parametrize("is_fast", [False, True])
 def test_the_heads_backward_matmuls_accumulate_fast_where_asked(is_fast: bool, matmuls):  # noqa: F811
     head_loss(*head_case(), replace(RECIPES["tensorwise"], fast_backward=is_fast))
-    assert matmuls == due(is_fast)
+    assert matmuls == float8_matmuls(is_fast)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -58,7 +58,7 @@ def matmuls(monkeypatch: pytest.MonkeyPatch) -> list[Matmul]:
     return calls
 
 
-def due(is_fast: bool, has_bf16_weight_grad: bool = False) -> list[Matmul]:
+def float8_matmuls(is_fast: bool, has_bf16_weight_grad: bool = False) -> list[Matmul]:
     """The float8 matmuls of a Linear: output, input's gradient, weight's gradient."""
     matmuls = [
         (E4M3, E4M3, True, torch.bfloat16),
@@ -96,7 +96,7 @@ def test_backward_matmuls_accumulate_fast_where_that_is_asked_for(
 ):
     x, w, g = operands("random")
     passes(linear(w, f"{label}+fast_backward" if is_fast else label), x, g)
-    assert matmuls == due(is_fast, "gw_hp" in label)
+    assert matmuls == float8_matmuls(is_fast, "gw_hp" in label)
 
 
 @pytest.mark.parametrize("n_tokens", [32, 5])

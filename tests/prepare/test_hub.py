@@ -24,7 +24,7 @@ from runtime import shards
 from tests.conftest import process
 from tests.helpers.hub_server import HubServer, write_repository
 from tests.helpers.text_files import PACK
-from tests.prepare.test_pipeline import content, found
+from tests.prepare.test_pipeline import content, ids_in
 
 ASKED = ["fineweb_edu", "python", "c", "arxiv"]
 LANGUAGES = {"python": "Python", "c": "C"}  # of the sources that are part of a data set
@@ -203,7 +203,7 @@ def exit_and_stderr(words: list[str]) -> tuple[int, str]:
 def documents(folder: Path) -> list[str]:
     """The texts that byte-tokenised shards hold."""
     texts = []
-    for ids in found(folder).values():
+    for ids in ids_in(folder).values():
         joined = "".join(map(chr, ids))
         texts += joined.split(chr(256))[1:]
     return [text.encode("latin-1").decode() for text in texts]

@@ -51,7 +51,7 @@ def split_of(data: bytes, val_per_10k: int = 2000) -> str:
     return "val" if hash_of(data) % 10_000 < val_per_10k else "train"
 
 
-def due(
+def ids_of(
     documents: list[str],
     tokenizer: str = "byte",
     val_per_10k: int = 2000,
@@ -68,7 +68,7 @@ def due(
     return ids
 
 
-def found(folder: Path) -> dict[str, list[int]]:
+def ids_in(folder: Path) -> dict[str, list[int]]:
     """The ids that lie in the shards of each split."""
     ids = {}
     for split in ("train", "val"):
@@ -145,19 +145,19 @@ def prepared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 def test_shards_hold_the_documents_in_order(prepared: Prepared) -> None:
-    assert found(prepared.folder) == due(prepared.documents, prepared.tokenizer_name)
+    assert ids_in(prepared.folder) == ids_of(prepared.documents, prepared.tokenizer_name)
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_text_that_spells_end_of_text_stays_text(prepared: Prepared, split: str) -> None:
-    ids = found(prepared.folder)[split]
+    ids = ids_in(prepared.folder)[split]
     assert ids.count(prepared.tokenizer.eot) == len(prepared.documents_of(split))
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_the_index_describes_each_split_and_its_shards(prepared: Prepared, split: str) -> None:
     documents = prepared.documents_of(split)
-    tokens = len(due(prepared.documents, prepared.tokenizer_name)[split])
+    tokens = len(ids_of(prepared.documents, prepared.tokenizer_name)[split])
     name = f"{split}_00000.bin"
     digest = sha256((prepared.folder / name).read_bytes()).hexdigest()
     assert prepared.index["splits"][split] == {
@@ -212,7 +212,7 @@ def test_files_of_all_formats_and_packings_are_read(tmp_path: Path) -> None:
         files += [write(tmp_path / f"a.jsonl{packing}", lines), text_file]
         expected += [*lines, text]
     assert local(*files, out=tmp_path) == 0
-    assert found(tmp_path / "mine") == due(expected)
+    assert ids_in(tmp_path / "mine") == ids_of(expected)
 
 
 def test_files_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_what_is_no_character_in_a_line_of_json_is_replaced(
     odd_lines: Path, tmp_path: Path
 ) -> None:
     assert local(odd_lines, out=tmp_path) == 0
-    assert found(tmp_path / "mine") == due(["a\ufffdb", "🙂", "\ufffd", *DOCUMENTS])
+    assert ids_in(tmp_path / "mine") == ids_of(["a\ufffdb", "🙂", "\ufffd", *DOCUMENTS])
 
 
 def test_null_and_white_space_count_as_empty_documents(
@@ -258,7 +258,7 @@ def test_bytes_of_parquet_that_are_not_utf8_are_replaced(tmp_path: Path) -> None
     file = tmp_path / "c.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"text": texts}), file, row_group_size=7)
     assert local(file, out=tmp_path / "other") == 0
-    assert found(tmp_path / "other/mine") == due(["good", "caf\ufffd", *DOCUMENTS])
+    assert ids_in(tmp_path / "other/mine") == ids_of(["good", "caf\ufffd", *DOCUMENTS])
 
 
 def test_a_long_text_file_is_cut_at_blank_lines(
@@ -269,7 +269,7 @@ def test_a_long_text_file_is_cut_at_blank_lines(
     file = tmp_path / "b.txt"
     file.write_bytes("".join(paragraphs).replace("\n", "\r\n").encode())
     assert local(file, out=tmp_path, name="cut") == 0
-    assert found(tmp_path / "cut") == due(paragraphs)
+    assert ids_in(tmp_path / "cut") == ids_of(paragraphs)
 
 
 @pytest.fixture(scope="module")
@@ -285,7 +285,7 @@ def small_shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_shards_go_on_with_one_another(small_shards: Path) -> None:
-    assert found(small_shards / "cut/mine") == due(DOCUMENTS)
+    assert ids_in(small_shards / "cut/mine") == ids_of(DOCUMENTS)
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
@@ -366,11 +366,11 @@ def test_copies_are_counted_by_the_source_that_held_them_first(sources: Path) ->
 
 
 def test_copies_within_a_source_are_dropped(sources: Path) -> None:
-    assert found(sources / "one") == due(TEXTS_OF_SOURCES["one"])
+    assert ids_in(sources / "one") == ids_of(TEXTS_OF_SOURCES["one"])
 
 
 def test_copies_of_an_earlier_source_are_dropped(sources: Path) -> None:
-    assert found(sources / "two") == due(DOCUMENTS[25:])
+    assert ids_in(sources / "two") == ids_of(DOCUMENTS[25:])
 
 
 def test_a_source_of_copies_alone_is_refused(
@@ -458,7 +458,7 @@ def budgeted(tmp_path_factory: pytest.TempPathFactory) -> Budgeted:
 def test_a_source_ends_with_the_document_that_fills_its_budget(
     budgeted: Budgeted, budget: int
 ) -> None:
-    assert found(budgeted.out[budget] / "mine") == due(DOCUMENTS, budget=budget)
+    assert ids_in(budgeted.out[budget] / "mine") == ids_of(DOCUMENTS, budget=budget)
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
@@ -520,7 +520,7 @@ def test_copies_that_filled_the_budget_at_first_are_made_up_for_after_an_interru
         patch.setattr(pieces, "write_json", stop_before_the_second_end)
         assert local(file, out=tmp_path / "anew", tokens=2000) == 130
     assert local(file, out=tmp_path / "anew", tokens=2000) == 0
-    assert found(tmp_path / "anew/mine") == due(DOCUMENTS, budget=2000)
+    assert ids_in(tmp_path / "anew/mine") == ids_of(DOCUMENTS, budget=2000)
 
 
 # ---------------------------------------------------------------------------------------- the demo
@@ -545,13 +545,13 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_demo_holds_the_text_of_the_installation(demo: Path) -> None:
-    assert found(demo / "python") == due(TEXTS_OF_DEMO["python"], val_per_10k=400)
+    assert ids_in(demo / "python") == ids_of(TEXTS_OF_DEMO["python"], val_per_10k=400)
 
 
 def test_the_demo_drops_copies_of_its_earlier_sources(demo: Path) -> None:
     copies = TEXTS_OF_DEMO["c"]
     prose = [text for text in TEXTS_OF_DEMO["prose"] if text not in copies]
-    assert found(demo / "prose") == due(prose, val_per_10k=400)
+    assert ids_in(demo / "prose") == ids_of(prose, val_per_10k=400)
 
 
 def test_a_demo_stays_when_the_installation_ages(
@@ -659,7 +659,7 @@ def test_an_undisturbed_command_leaves_no_parts(big: Big) -> None:
 
 
 def test_an_undisturbed_command_makes_shards_of_all_files(big: Big) -> None:
-    assert found(big.folder / "calm/mine") == due(big.documents, val_per_10k=1000)
+    assert ids_in(big.folder / "calm/mine") == ids_of(big.documents, val_per_10k=1000)
 
 
 def storm(big: Big, out: Path, kills: int, seed: int) -> None:
@@ -865,7 +865,7 @@ def test_a_damaged_file_is_skipped_on_request(damaged: Damaged, tmp_path: Path) 
     index = shards.read_index(tmp_path / "out/mine")
     assert [entry["file"] for entry in index.skipped] == [damaged.name]
     assert index.files == ["a.jsonl", "c.jsonl"]
-    assert found(tmp_path / "out/mine") == due(damaged.documents)
+    assert ids_in(tmp_path / "out/mine") == ids_of(damaged.documents)
 
 
 def test_a_skipped_file_does_not_end_a_source_below_its_budget(tmp_path: Path) -> None:
@@ -880,7 +880,7 @@ def test_a_skipped_file_does_not_end_a_source_below_its_budget(tmp_path: Path) -
     ]
     budget = sum(len(text.encode()) for text in texts[0])
     assert local(*files, out=tmp_path / "out", skip_bad="true", tokens=budget) == 0
-    assert found(tmp_path / "out/mine") == due(texts[0] + texts[1], budget=budget)
+    assert ids_in(tmp_path / "out/mine") == ids_of(texts[0] + texts[1], budget=budget)
 
 
 @pytest.fixture
@@ -931,7 +931,7 @@ def test_a_file_that_has_changed_is_read_again(
     write(begun[0], DOCUMENTS[:30])
     assert local(*begun, out=tmp_path / "data") == 0
     assert "a.jsonl changed or could not be read" in capsys.readouterr().err
-    assert found(tmp_path / "data/mine") == due(DOCUMENTS)
+    assert ids_in(tmp_path / "data/mine") == ids_of(DOCUMENTS)
 
 
 @pytest.fixture

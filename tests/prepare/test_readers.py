@@ -36,7 +36,7 @@ from tests.helpers.text_files import (
     write_rows,
     write_tokenizer,
 )
-from tests.prepare.test_pipeline import due, found, local, split_of
+from tests.prepare.test_pipeline import ids_in, ids_of, local, split_of
 
 RUSSIAN = [f"Не было гвоздя, подкова пропала, номер {n}. " * 5 for n in range(20)]
 
@@ -89,9 +89,9 @@ def test_text_of_another_encoding_is_a_bad_file(
     good = write(tmp_path / "good.jsonl", DOCUMENTS)
     errors = said(capsys, 1, file, good, out=tmp_path)
     assert f"{name} is not UTF-8: " in errors and "iconv -f" in errors
-    assert local(file, good, out=tmp_path, skip_bad="true") == 0 and found(
+    assert local(file, good, out=tmp_path, skip_bad="true") == 0 and ids_in(
         tmp_path / "mine"
-    ) == due(DOCUMENTS)
+    ) == ids_of(DOCUMENTS)
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be"])
@@ -155,7 +155,7 @@ def test_an_odd_row_is_named_or_skipped_and_counted(
         "lines are counted as editors count them"
     )
     assert local(file, out=tmp_path, skip_bad="true") == 0
-    assert found(tmp_path / "mine") == due(DOCUMENTS)
+    assert ids_in(tmp_path / "mine") == ids_of(DOCUMENTS)
     (entry,) = shards.read_index(tmp_path / "mine").odd_rows
     assert (entry["file"], entry["rows"]) == ("a.jsonl", 1) and "a.jsonl:7" in entry["first"]
     assert "left out: 1 rows of a.jsonl, the first: " in shown(capsys, tmp_path)
@@ -166,9 +166,9 @@ def test_an_odd_first_row_is_skipped_too(tmp_path: Path):
     (tmp_path / "a.jsonl").write_text(
         '{"text": 3}\n{"id": 3}\n' + (tmp_path / "a.jsonl").read_text()
     )
-    assert local(tmp_path / "a.jsonl", out=tmp_path, skip_bad="true") == 0 and found(
+    assert local(tmp_path / "a.jsonl", out=tmp_path, skip_bad="true") == 0 and ids_in(
         tmp_path / "mine"
-    ) == due(DOCUMENTS)
+    ) == ids_of(DOCUMENTS)
 
 
 def test_rows_that_were_skipped_are_asked_about_again_without_skip_bad(
@@ -189,9 +189,9 @@ def test_a_file_without_a_row_of_use_is_skipped_as_a_whole(
     files = [write(tmp_path / "a.jsonl", DOCUMENTS), tmp_path / "b.jsonl", tmp_path / "c.parquet"]
     files[1].write_text('{"body": "x"}\n' * 1500)
     write_parquet(files[2], text=[1, 2])
-    assert local(*files, out=tmp_path, skip_bad="true") == 0 and found(tmp_path / "mine") == due(
-        DOCUMENTS
-    )
+    assert local(*files, out=tmp_path, skip_bad="true") == 0 and ids_in(
+        tmp_path / "mine"
+    ) == ids_of(DOCUMENTS)
     first, second = shards.read_index(tmp_path / "mine").skipped
     assert (
         first["reason"].startswith("none of 1,000 rows can be used; the first: ")
@@ -231,7 +231,7 @@ def test_text_of_every_type_of_parquet_is_read(tmp_path: Path, kind):
         else pyarrow.array(values, kind)
     )
     assert local(write_parquet(tmp_path / "a.parquet", text=column), out=tmp_path) == 0
-    assert found(tmp_path / "mine") == due(PRESENT)
+    assert ids_in(tmp_path / "mine") == ids_of(PRESENT)
 
 
 @pytest.mark.parametrize("form", ["parquet", "jsonl"])
@@ -245,18 +245,18 @@ def test_a_nested_column_is_read(tmp_path: Path, form: str):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
     else:
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert local(file, out=tmp_path, column="meta.source.text") == 0 and found(
+    assert local(file, out=tmp_path, column="meta.source.text") == 0 and ids_in(
         tmp_path / "mine"
-    ) == due(PRESENT)
+    ) == ids_of(PRESENT)
 
 
 def test_a_column_with_a_dot_in_its_own_name_is_read(tmp_path: Path):
     table = write_parquet(
         tmp_path / "a.parquet", **{"meta.text": TEXTS, "meta": [{"text": "other"}] * len(TEXTS)}
     )
-    assert local(table, out=tmp_path, column="meta.text") == 0 and found(tmp_path / "mine") == due(
-        PRESENT
-    )
+    assert local(table, out=tmp_path, column="meta.text") == 0 and ids_in(
+        tmp_path / "mine"
+    ) == ids_of(PRESENT)
 
 
 @pytest.mark.parametrize("form", ["parquet", "jsonl"])
@@ -270,7 +270,7 @@ def test_lists_of_strings_become_lines(
     else:
         file.write_text("".join(json.dumps({"text": texts}) + "\n" for texts in lists))
     wanted = ["\n".join(texts) for texts in lists if texts]
-    assert local(file, out=tmp_path) == 0 and found(tmp_path / "mine") == due(wanted)
+    assert local(file, out=tmp_path) == 0 and ids_in(tmp_path / "mine") == ids_of(wanted)
     assert f"joined: {len(lists) - 1} texts of a.{form} were lists of strings" in shown(
         capsys, tmp_path
     )
@@ -291,7 +291,7 @@ def test_a_column_of_type_json_is_decoded(tmp_path: Path, capsys: pytest.Capture
         capsys, 2, tmp_path / "a.parquet", out=tmp_path
     )
     assert local(tmp_path / "a.parquet", out=tmp_path, skip_bad="true") == 0
-    assert found(tmp_path / "mine") == due([*texts, "two\nlines"])
+    assert ids_in(tmp_path / "mine") == ids_of([*texts, "two\nlines"])
     assert shards.read_index(tmp_path / "mine").odd_rows[0]["rows"] == 1
 
 
@@ -369,7 +369,7 @@ STORIES = [f"Once upon a time, {n}.\n\n{text.strip()}" for n, text in enumerate(
 def test_a_line_that_is_only_the_marker_ends_a_document(tmp_path: Path, layout: str):
     (tmp_path / "a.txt").write_text("".join(map(layout.format, STORIES)), newline="")
     assert local(tmp_path / "a.txt", out=tmp_path) == 0
-    assert found(tmp_path / "mine") == due(STORIES)
+    assert ids_in(tmp_path / "mine") == ids_of(STORIES)
     assert shards.read_index(tmp_path / "mine").empty == 0
 
 
@@ -377,7 +377,7 @@ def test_the_tokenizers_own_end_of_text_is_a_marker(tmp_path: Path):
     write_tokenizer(tmp_path / "tokenizer", {"eos_token": "<|end|>"})
     (tmp_path / "a.txt").write_text("\n<|end|>\n".join(STORIES))
     assert local(tmp_path / "a.txt", out=tmp_path, tokenizer=tmp_path / "tokenizer") == 0
-    assert found(tmp_path / "mine") == due(STORIES, str(tmp_path / "tokenizer"))
+    assert ids_in(tmp_path / "mine") == ids_of(STORIES, str(tmp_path / "tokenizer"))
 
 
 def test_a_marker_within_a_line_stays_text_and_is_told(
@@ -387,7 +387,7 @@ def test_a_marker_within_a_line_stays_text_and_is_told(
         "\n<|endoftext|>\n".join([*STORIES, "an end.<|endoftext|>\nThe next"])
     )
     assert local(tmp_path / "a.txt", out=tmp_path) == 0
-    assert found(tmp_path / "mine") == due([*STORIES, "an end.<|endoftext|>\nThe next"])
+    assert ids_in(tmp_path / "mine") == ids_of([*STORIES, "an end.<|endoftext|>\nThe next"])
     told = sum("<|endoftext|>" in line for story in STORIES for line in story.split("\n")) + 1
     assert f"not borders: {told:,} lines of a.txt hold an end-of-text token" in shown(
         capsys, tmp_path
@@ -415,7 +415,7 @@ def test_all_pieces_of_a_document_are_in_the_split_of_its_first_piece(
         for n, book in enumerate(books):
             (tmp_path / f"{n:02d}.txt").write_text("".join(book))
     assert local(*sorted(tmp_path.glob("*.txt")), out=tmp_path) == 0
-    ids = found(tmp_path / "mine")
+    ids = ids_in(tmp_path / "mine")
     wanted = {"train": [], "val": []}
     for book in books:
         split = split_of(book[0].encode())
@@ -432,7 +432,7 @@ def test_the_pieces_of_an_only_document_fill_both_splits_and_that_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], short_pieces
 ):
     (tmp_path / "book.txt").write_text("".join(paragraphs_of(0, 40)))
-    assert local(tmp_path / "book.txt", out=tmp_path) == 0 and found(tmp_path / "mine") == due(
+    assert local(tmp_path / "book.txt", out=tmp_path) == 0 and ids_in(tmp_path / "mine") == ids_of(
         paragraphs_of(0, 40)
     )
     assert "as there is no other document: validation text lies between training text" in shown(
@@ -446,7 +446,7 @@ def test_a_budget_ends_within_a_document_that_was_cut(tmp_path: Path, short_piec
     (tmp_path / "a.txt").write_text("".join(paragraphs_of(0, 40)))
     (tmp_path / "b.txt").write_text("".join(paragraphs_of(1, 40)))
     assert local(tmp_path / "a.txt", tmp_path / "b.txt", out=tmp_path / "one", tokens=3000) == 0
-    assert found(tmp_path / "one/mine") == due(paragraphs_of(0, 40), budget=3000)
+    assert ids_in(tmp_path / "one/mine") == ids_of(paragraphs_of(0, 40), budget=3000)
 
 
 def test_a_file_that_is_read_again_has_the_cuts_of_its_last_reading(
@@ -463,7 +463,7 @@ def test_a_file_that_is_read_again_has_the_cuts_of_its_last_reading(
     (tmp_path / "a.txt").write_text("\n<|endoftext|>\n".join(STORIES))
     write(tmp_path / "b.jsonl", DOCUMENTS)
     assert local(*files, out=tmp_path) == 0
-    assert found(tmp_path / "mine") == due([*STORIES, *DOCUMENTS])
+    assert ids_in(tmp_path / "mine") == ids_of([*STORIES, *DOCUMENTS])
 
 
 def test_text_files_of_a_half_made_folder_of_before_are_read_again(
@@ -479,7 +479,7 @@ def test_text_files_of_a_half_made_folder_of_before_are_read_again(
     write(tmp_path / "b.jsonl", DOCUMENTS)
     errors = said(capsys, 0, tmp_path / "a.txt", tmp_path / "b.jsonl", out=tmp_path)
     assert "a.txt was read by an earlier version" in errors
-    assert found(tmp_path / "mine") == due([*STORIES, *DOCUMENTS])
+    assert ids_in(tmp_path / "mine") == ids_of([*STORIES, *DOCUMENTS])
 
 
 # --------------------------------------------------------------------------------------- the split
@@ -500,7 +500,7 @@ def test_another_val_share_goes_on_with_what_was_read(
     with monkeypatch.context() as patched:
         patched.setattr(pieces, "make_piece", None)  # nothing is tokenised again
         assert local(file, out=tmp_path, val_share=share) == 0
-    assert found(tmp_path / "mine") == due(DOCUMENTS, val_per_10k=round(float(share) * 10_000))
+    assert ids_in(tmp_path / "mine") == ids_of(DOCUMENTS, val_per_10k=round(float(share) * 10_000))
     assert shards.read_index(tmp_path / "mine").splits["val"].documents == int(count) >= 5
 
 
@@ -552,7 +552,7 @@ def test_json_of_every_layout_and_packing_is_read(
     }[layout]
     file = tmp_path / f"a.json{packing}"
     file.write_bytes(PACK[packing](content.encode()))
-    assert local(file, out=tmp_path) == 0 and found(tmp_path / "mine") == due(DOCUMENTS)
+    assert local(file, out=tmp_path) == 0 and ids_in(tmp_path / "mine") == ids_of(DOCUMENTS)
 
 
 def test_an_array_is_read_in_bounded_memory(tmp_path: Path):
@@ -608,9 +608,9 @@ def test_an_odd_element_of_an_array_is_named_or_skipped(
     assert "a.json, element 6 is no object but int" in said(
         capsys, 2, tmp_path / "a.json", out=tmp_path
     )
-    assert local(tmp_path / "a.json", out=tmp_path, skip_bad="true") == 0 and found(
+    assert local(tmp_path / "a.json", out=tmp_path, skip_bad="true") == 0 and ids_in(
         tmp_path / "mine"
-    ) == due(DOCUMENTS)
+    ) == ids_of(DOCUMENTS)
     assert shards.read_index(tmp_path / "mine").odd_rows[0]["rows"] == 2
 
 
@@ -621,7 +621,7 @@ def test_replaced_characters_of_an_array_are_counted(tmp_path: Path):
     (tmp_path / "a.json").write_bytes(content.replace(b"!!", b"\xe9\xe9"))
     assert local(tmp_path / "a.json", out=tmp_path) == 0
     assert shards.read_index(tmp_path / "mine").replaced == {"a.json": 6}
-    assert found(tmp_path / "mine") == due(
+    assert ids_in(tmp_path / "mine") == ids_of(
         [*DOCUMENTS, "caf\ufffd\ufffd " * 3 + "\ufffd" + "x" * 1000]
     )
 
@@ -673,9 +673,9 @@ SKIPPABLE = b"\x50\x2a\x4d\x18" + (4).to_bytes(4, "little") + b"abcd"
 )
 def test_zstd_of_any_window_and_any_frames_is_read(tmp_path: Path, packed: bytes):
     (tmp_path / "a.jsonl.zst").write_bytes(packed)
-    assert local(tmp_path / "a.jsonl.zst", out=tmp_path) == 0 and found(tmp_path / "mine") == due(
-        DOCUMENTS
-    )
+    assert local(tmp_path / "a.jsonl.zst", out=tmp_path) == 0 and ids_in(
+        tmp_path / "mine"
+    ) == ids_of(DOCUMENTS)
 
 
 @pytest.mark.parametrize(
@@ -707,9 +707,9 @@ def test_damaged_zstd_is_a_bad_file(
 )
 def test_xz_of_any_frames_is_read(tmp_path: Path, packed: bytes):
     (tmp_path / "a.jsonl.xz").write_bytes(packed)
-    assert local(tmp_path / "a.jsonl.xz", out=tmp_path) == 0 and found(tmp_path / "mine") == due(
-        DOCUMENTS
-    )
+    assert local(tmp_path / "a.jsonl.xz", out=tmp_path) == 0 and ids_in(
+        tmp_path / "mine"
+    ) == ids_of(DOCUMENTS)
 
 
 @pytest.mark.parametrize(
@@ -915,7 +915,7 @@ def test_a_column_within_one_of_type_json_is_read(tmp_path: Path):
     column = pyarrow.ExtensionArray.from_storage(pyarrow.json_(), storage)
     file = write_parquet(tmp_path / "a.parquet", meta=column)
     assert local(file, out=tmp_path, column="meta.body") == 0
-    assert found(tmp_path / "mine") == due(DOCUMENTS)
+    assert ids_in(tmp_path / "mine") == ids_of(DOCUMENTS)
 
 
 def test_the_sentence_about_an_empty_split_names_markers_within_lines(

@@ -410,7 +410,7 @@ def test_the_ratio_of_a_run_and_where_no_model_tells():
     def modelled(label: str, gpus: int = 1, bf16=CASTS["bf16"], head=None):
         return step(H100, BIG, label, 16, 2**19 // gpus, gpus, bf16, head=head)
 
-    def due(label: str, gpus: int = 1, bf16=CASTS["bf16"], head=None):
+    def expected_ratio(label: str, gpus: int = 1, bf16=CASTS["bf16"], head=None):
         return sum(modelled("bf16", gpus, bf16).values()) / sum(
             modelled(label, gpus, bf16, head).values()
         )
@@ -418,13 +418,13 @@ def test_the_ratio_of_a_run_and_where_no_model_tells():
     assert (
         modelled_ratio(run, "h100")
         == modelled_ratio(run, "NVIDIA H100 80GB HBM3")
-        == due("tensorwise+kernels")
+        == expected_ratio("tensorwise+kernels")
     )
-    assert modelled_ratio(changed(run, "fp8.kernels=false"), "h100") == due("tensorwise")
-    assert modelled_ratio(changed(run, "parallel.shard=8"), "h100", 8) == due(
+    assert modelled_ratio(changed(run, "fp8.kernels=false"), "h100") == expected_ratio("tensorwise")
+    assert modelled_ratio(changed(run, "parallel.shard=8"), "h100", 8) == expected_ratio(
         "tensorwise", 8, apart
     )
-    assert modelled_ratio(changed(run, "fp8.head=true fp8.kernels=true"), "h100") == due(
+    assert modelled_ratio(changed(run, "fp8.head=true fp8.kernels=true"), "h100") == expected_ratio(
         "tensorwise+kernels", head=CASTS["tensorwise+kernels"]
     )
     # read by 32 matmuls and zeroed once; otherwise added to 31 times

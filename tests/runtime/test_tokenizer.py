@@ -282,12 +282,12 @@ def test_ids_are_the_merges_whatever_the_folder_says_of_length_and_frame(folder,
     other_tokenizer = load_tokenizer(str(tmp_path))
     for text in TEXTS:
         ids, pieces = tok.encode(text), regex.findall(GPT2_PATTERN, text[:2000])
-        due = [
+        expected = [
             model["vocab"][part]
             for piece in pieces
             for part in merged([BYTE_LETTERS[b] for b in piece.encode()], ranks)
         ]
-        assert (ids.tolist() == due or len(text) > 2000) and np.array_equal(
+        assert (ids.tolist() == expected or len(text) > 2000) and np.array_equal(
             other_tokenizer.encode(text), ids
         )
     assert other_tokenizer.adds_start, "it is noted, though: a model's input begins so"
