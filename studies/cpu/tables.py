@@ -152,7 +152,7 @@ def _read_name(pair: Pair) -> re.Match[str]:
 
 def _cells(pairs: Sequence[Pair], write: Callable[[Sequence[Pair]], str]) -> list[str]:
     """What is written of the pairs at each of SIZES, "" where there is none, and of all of them."""
-    return [write(some) if some else "" for some in (*_by_size(pairs), pairs)]
+    return [write(group) if group else "" for group in (*_by_size(pairs), pairs)]
 
 
 def _gap(pairs: Sequence[Pair]) -> str:
