@@ -10,7 +10,8 @@
 4. One arm's gap minus another's, over the BF16 runs that both stand beside.
 5. The gap of pairs whose runs skipped equally many steps, and of others.
 6. The runs of the largest size against the predictions that were frozen before them, with the
-   scores of fit.py and precision.py that lie in studies/cpu/law."""
+   scores of fit.py and precision.py that lie in studies/cpu/law.
+7. The gap at sizes far beyond, extrapolated by each form of its law; frozen in the same folder."""
 
 import re
 import sys
@@ -21,7 +22,7 @@ from pathlib import Path
 from lib.command import command, run_command
 from lib.errors import UserError
 from lib.machine import ROOT
-from lib.text import grid
+from lib.text import grid, si
 from lib.values import FilePath
 from scaling import gap_predictions, predictions
 from scaling.paired.differences import pairs_between
@@ -75,6 +76,7 @@ def main(options: Options) -> str:
         difference_table(pairs),
         skip_table(pairs),
         prediction_table(LAW),
+        extrapolation_table(LAW),
     ]
     return "\n\n".join([*map(grid, tables), *skipped, *left_out, *unpaired])
 
@@ -228,6 +230,30 @@ def _gap_cells(prediction: gap_predictions.GapPrediction, path: Path) -> list[st
     interval = f"{score.predicted_low:+.2f} to {score.predicted_high:+.2f}"
     measured = f"{score.measured:+.2f}{_outside(score.is_inside)}"
     return [f"{score.predicted:+.2f} ({interval})", measured]
+
+
+def extrapolation_table(folder: Path) -> Table:
+    """A row for each arm and size whose gap was frozen by precision.py at=N:RATIO."""
+    forms = ("constant", "power law", "effective parameters")
+    table = [["arm", "parameters, extrapolated", *forms, "all, 95 % interval"]]
+    places = [
+        prediction
+        for prediction in gap_predictions.load(folder)
+        if RUN.fullmatch(prediction.target.name) is None
+    ]
+    places.sort(key=lambda place: (ARMS.index(place.target.recipe), place.target.N))
+    for place in places:
+        forecast = place.forecast
+        gap_by_form = {each.form: each.gap for each in forecast.forecasts}
+        table.append(
+            [
+                place.target.recipe,
+                f"{si(forecast.N)}, {forecast.beyond_sizes:,.0f}-fold",
+                *(f"{gap_by_form[form]:+.2f}" for form in forms),
+                f"{forecast.low:.2f} to {forecast.high:.2f}",
+            ]
+        )
+    return table
 
 
 def _outside(is_inside: bool) -> str:

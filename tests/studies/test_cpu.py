@@ -9,6 +9,7 @@ import re
 from collections import defaultdict
 from contextlib import redirect_stdout
 from dataclasses import asdict, replace
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -378,6 +379,31 @@ def test_pairs_are_counted_by_whether_their_runs_skipped_equally_many_steps(
     assert row_of(printed_tables, header, "did not")["pairs"] == str(counts[False])
 
 
+@pytest.mark.parametrize("kind", ["", "gap_"])
+def test_a_committed_score_is_of_its_frozen_prediction(kind: str):
+    paths = sorted(HOME.glob(f"law/{kind}score_*.json"))
+    assert paths
+    for path in paths:
+        score = json.loads(path.read_text())
+        frozen = json.loads((HOME / f"law/{kind}prediction_{score['target']}.json").read_text())
+        assert score["prediction_sha256"] == frozen["sha256"]
+
+
+def test_a_committed_score_has_the_losses_of_the_rows():
+    entries = read_entries(HOME / "runs.jsonl")
+    for path in HOME.glob("law/score_*.json"):
+        for run in json.loads(path.read_text())["runs"]:
+            assert run["loss"] == entries[run["run_id"]].summary["loss_bf16"]
+
+
+def test_every_run_that_was_predicted_began_after_its_prediction():
+    entries = read_entries(HOME / "runs.jsonl")
+    for path in HOME.glob("law/*prediction_cpu_1m_*.json"):
+        frozen = json.loads(path.read_text())
+        started = entries[frozen["target"]["name"]].summary["t_start"]
+        assert datetime.fromisoformat(frozen["date"]) < datetime.fromisoformat(started)
+
+
 FROZEN_LOSS, FROZEN_GAP = "prediction_cpu_1m_mxfp8_t10_s1", "gap_prediction_cpu_1m_mxfp8_t10_s1"
 
 
@@ -422,6 +448,18 @@ def test_a_prediction_without_a_score_stands_alone(tables, scored: Path):
     for path in scored.glob("*score_*"):
         path.unlink()
     assert tables.prediction_table(scored)[1][3:] == ["", "+0.18", ""]
+
+
+def test_an_extrapolated_gap_stands_by_each_form(tables, tmp_path: Path):
+    name = "gap_prediction_tensorwise_n1.25e+08_r20.json"
+    (tmp_path / name).write_text((HOME / "law" / name).read_text())
+    (row,) = tables.extrapolation_table(tmp_path)[1:]
+    # what precision.py at=125e6:20 printed when it was frozen
+    assert row == ["tensorwise", "125M, 236-fold", "+0.22", "+0.30", "+0.07", "0.04 to 1.55"]
+
+
+def test_predictions_of_runs_are_no_extrapolations(tables, scored: Path):
+    assert len(tables.extrapolation_table(scored)) == 1
 
 
 @pytest.mark.parametrize("run, arm", [("gpt350m_mxfp8_t20_s1", "mxfp8"), ("cpu_30k_x_t5_s1", "x")])
