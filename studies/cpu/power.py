@@ -23,7 +23,7 @@ from lib.text import grid
 from scaling.study import Study, load_study
 
 # Per cent of the loss; standard deviations over seeds at one budget. The largest of four
-# measurements of tensorwise, whose others are .21, .31 and .31; nvfp4's at 20 tokens per parameter
+# measurements of tensorwise, whose others are .21, .31 and .31; nvfp4's at 5 tokens per parameter
 # and its gap at 5, the smallest.
 TENSORWISE_SD, TENSORWISE_GAP = 0.32, 0.35
 NVFP4_SD, NVFP4_GAP = 0.69, 1.46

@@ -1,7 +1,8 @@
 """The result tables of docs/study.md, from the study's finished runs and scored predictions.
 
-    python scaling/ledger.py configs/study_cpu.py --restore     # the rows as run folders -> out/cpu
     python studies/cpu/tables.py out/cpu
+
+The folder is what `python scaling/ledger.py configs/study_cpu.py --restore` writes. The tables:
 
 1. Gap of each arm to BF16 by size, as scaling/precision.py measures it: 100 ln(L_FP8 / L_BF16),
    both evaluated in BF16, the mean over a seed's budgets, ± half a 95 % t-interval over seeds.
@@ -121,11 +122,10 @@ def skip_table(pairs: Sequence[Pair]) -> Table:
     of_fp8 = [pair for pair in pairs if pair.fp8.recipe != CONTROL]
     equal = [pair for pair in of_fp8 if _skipped(pair.fp8) == _skipped(pair.bf16)]
     unequal = [pair for pair in of_fp8 if _skipped(pair.fp8) != _skipped(pair.bf16)]
-    return [
-        ["FP8 and BF16 run of a pair", "pairs", "gap"],
-        ["skipped equally many steps", str(len(equal)), _gap(equal)],
-        ["did not", str(len(unequal)), _gap(unequal)],
-    ]
+    table = [["FP8 and BF16 run of a pair", "pairs", "gap"]]
+    for what, group in (("skipped equally many steps", equal), ("did not", unequal)):
+        table.append([what, str(len(group)), _gap(group) if group else ""])
+    return table
 
 
 def _by_arm(pairs: Sequence[Pair]) -> list[tuple[str, list[Pair]]]:
@@ -202,6 +202,7 @@ def prediction_table(folder: Path) -> Table:
         for gap in gaps:
             if gap.target.is_of(target.recipe, target.params_total, target.tokens):
                 row += _gap_cells(gap, folder / f"gap_score_{gap.target.name}.json")
+                break  # that of another seed is the same
         rows.setdefault((target.recipe, target.tokens), row)
     table = [["arm", "tokens per parameter", "loss, predicted", "seeds 1, 2"]]
     table[0] += ["gap, predicted", "measured"]
