@@ -404,6 +404,12 @@ def test_every_run_that_was_predicted_began_after_its_prediction():
         assert datetime.fromisoformat(frozen["date"]) < datetime.fromisoformat(started)
 
 
+def test_a_group_without_pairs_has_no_gap(tables, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tables, "_skipped", lambda run: 0)
+    equal, unequal = tables.skip_table([fake_pair(0.1), fake_pair(0.2, trunk="other")])[1:]
+    assert equal[1] == "2" and unequal[1:] == ["0", ""]
+
+
 FROZEN_LOSS, FROZEN_GAP = "prediction_cpu_1m_mxfp8_t10_s1", "gap_prediction_cpu_1m_mxfp8_t10_s1"
 
 
