@@ -123,8 +123,8 @@ def skip_table(pairs: Sequence[Pair]) -> Table:
     equal = [pair for pair in of_fp8 if _skipped(pair.fp8) == _skipped(pair.bf16)]
     unequal = [pair for pair in of_fp8 if _skipped(pair.fp8) != _skipped(pair.bf16)]
     table = [["FP8 and BF16 run of a pair", "pairs", "gap"]]
-    for what, group in (("skipped equally many steps", equal), ("did not", unequal)):
-        table.append([what, str(len(group)), _gap(group) if group else ""])
+    for label, group in (("skipped equally many steps", equal), ("did not", unequal)):
+        table.append([label, str(len(group)), _gap(group) if group else ""])
     return table
 
 
@@ -245,7 +245,7 @@ def extrapolation_table(folder: Path) -> Table:
     places.sort(key=lambda place: (ARMS.index(place.target.recipe), place.target.N))
     for place in places:
         forecast = place.forecast
-        gap_by_form = {each.form: each.gap for each in forecast.forecasts}
+        gap_by_form = {by_form.form: by_form.gap for by_form in forecast.forecasts}
         table.append(
             [
                 place.target.recipe,
