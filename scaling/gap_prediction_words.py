@@ -11,13 +11,13 @@ def format_prediction(name: str, recipe: str, forecast: GapForecast) -> list[str
         (
             f"{name}: predicted gap of {recipe} {format_gap(forecast.gap)} % by the"
             f" {forecast.headline}, 95 % interval"
-            f" {_format_interval(forecast.low, forecast.high)} %; of a single pair"
-            f" {_format_interval(forecast.one_pair_low, forecast.one_pair_high)} %;"
+            f" {format_interval(forecast.low, forecast.high)} %; of a single pair"
+            f" {format_interval(forecast.one_pair_low, forecast.one_pair_high)} %;"
             f" {_format_distance(forecast)}"
         )
     ]
     for form in forecast.forecasts:
-        interval = f"{format_gap(form.gap)} % ({_format_interval(form.gap_low, form.gap_high)})"
+        interval = f"{format_gap(form.gap)} % ({format_interval(form.gap_low, form.gap_high)})"
         reason = ""
         if form.refuted_because:
             reason = f", left out: {sentence_of(form.refuted_because)}"
@@ -31,7 +31,8 @@ def format_gap(percent: float) -> str:
     return f"{percent:+.3f}" if is_tiny else f"{percent:+.3g}"
 
 
-def _format_interval(low: float, high: float) -> str:
+def format_interval(low: float, high: float) -> str:
+    """Of a gap, in per cent."""
     return f"{format_gap(low)} to {format_gap(high)}"
 
 
@@ -68,7 +69,7 @@ def format_score(
     return (
         f"{target}: measured gap {format_gap(measured)} % of {independent_pairs} independent"
         f" {pairs}, predicted {format_gap(predicted)} % by the {headline}: {inside} the interval"
-        f" {_format_interval(*interval)} % of so many pairs, z = {z:+.2f}"
+        f" {format_interval(*interval)} % of so many pairs, z = {z:+.2f}"
     )
 
 

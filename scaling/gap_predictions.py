@@ -21,7 +21,12 @@ from lib.machine import ROOT, git
 from lib.plots import write_files
 from lib.text import listed
 from scaling.declaration import read_declaration
-from scaling.gap_prediction_words import format_gap, format_prediction, format_score
+from scaling.gap_prediction_words import (
+    format_gap,
+    format_interval,
+    format_prediction,
+    format_score,
+)
 from scaling.paired.cost import Surface
 from scaling.paired.estimates import ALPHA
 from scaling.paired.gap_cells import CannotFitGap
@@ -361,8 +366,7 @@ def _score(prediction: GapPrediction, pairs: Sequence[Pair], folder: Path) -> li
     if not arrived:
         return [
             f"{target.name}: not there yet; predicted on {prediction.date}:"
-            f" {format_gap(forecast.gap)} % ({format_gap(forecast.low)} to"
-            f" {format_gap(forecast.high)})"
+            f" {format_gap(forecast.gap)} % ({format_interval(forecast.low, forecast.high)})"
         ]
     path = path_of(target, folder)
     for pair in arrived:

@@ -23,8 +23,8 @@ from lib.text import grid
 from scaling.study import Study, load_study
 
 # Per cent of the loss; standard deviations over seeds at one budget. The largest of four
-# measurements of tensorwise, whose others are .21, .31 and .31; nvfp4's at 5 tokens per parameter
-# and its gap at 5, the smallest.
+# measurements of tensorwise, whose others are .21, .31 and .31; nvfp4's and its gap at 5 tokens per
+# parameter, where it is smallest.
 TENSORWISE_SD, TENSORWISE_GAP = 0.32, 0.35
 NVFP4_SD, NVFP4_GAP = 0.69, 1.46
 DIFFERENCE_SD = 0.32  # of two FP8 arms of one seed: as far apart as an FP8 and a BF16 run

@@ -53,8 +53,7 @@ COMPARED = (  # an arm, and the one whose gap is subtracted from its own
     ("rowwise", "tensorwise"),
     ("mxfp8_norms", "mxfp8"),
 )
-
-BY_BUDGET = ("tensorwise", CONTROL)
+BY_BUDGET = ("tensorwise", CONTROL)  # the arms whose gap is shown at each budget
 
 Table = list[list[str]]  # rows of cells, the header first
 
@@ -97,9 +96,11 @@ def budget_table(pairs: Sequence[Pair]) -> Table:
     budgets = sorted({int(_read_name(pair)["budget"]) for pair in pairs})
     table = [["arm", "tokens per parameter", *SIZES]]
     for arm, of_arm in _by_arm(pairs):
-        for budget in budgets if arm in BY_BUDGET else ():
+        if arm not in BY_BUDGET:
+            continue
+        for budget in budgets:
             at_budget = [pair for pair in of_arm if int(_read_name(pair)["budget"]) == budget]
-            table.append([arm, str(budget), *_cells(at_budget, _gap)[:-1]])
+            table.append([arm, str(budget), *map(_gap, _by_size(at_budget))])
     return table
 
 
@@ -124,7 +125,7 @@ def skip_table(pairs: Sequence[Pair]) -> Table:
     unequal = [pair for pair in of_fp8 if _skipped(pair.fp8) != _skipped(pair.bf16)]
     table = [["FP8 and BF16 run of a pair", "pairs", "gap"]]
     for label, group in (("skipped equally many steps", equal), ("did not", unequal)):
-        table.append([label, str(len(group)), _gap(group) if group else ""])
+        table.append([label, str(len(group)), _gap(group)])
     return table
 
 
@@ -153,16 +154,18 @@ def _read_name(pair: Pair) -> re.Match[str]:
 
 
 def _cells(pairs: Sequence[Pair], write: Callable[[Sequence[Pair]], str]) -> list[str]:
-    """What is written of the pairs at each of SIZES, "" where there is none, and of all of them."""
-    return [write(group) if group else "" for group in (*_by_size(pairs), pairs)]
+    """What is written of the pairs at each of SIZES, and of all of them."""
+    return [*map(write, _by_size(pairs)), write(pairs)]
 
 
 def _gap(pairs: Sequence[Pair]) -> str:
-    return format_estimate(mean_gap(pairs, "bf16", "log_percent"))
+    """ "" where there is no pair."""
+    return format_estimate(mean_gap(pairs, "bf16", "log_percent")) if pairs else ""
 
 
 def _growth(pairs: Sequence[Pair]) -> str:
-    slope = slope_over_tokens(pairs, "bf16")
+    """ "" where no seed has two budgets."""
+    slope = slope_over_tokens(pairs, "bf16") if pairs else None
     return "" if slope is None else format_estimate(slope)
 
 
@@ -199,18 +202,18 @@ def prediction_table(folder: Path) -> Table:
             f"{prediction.loss:.3f} ({prediction.low:.3f} to {prediction.high:.3f})",
             _losses(folder / f"score_{prediction.target}.json"),
         ]
-        for gap in gaps:
-            if gap.target.is_of(target.recipe, target.params_total, target.tokens):
-                row += _gap_cells(gap, folder / f"gap_score_{gap.target.name}.json")
-                break  # that of another seed is the same
+        of_gap = [
+            _gap_cells(gap, folder / f"gap_score_{gap.target.name}.json")
+            for gap in gaps
+            if gap.target.is_of(target.recipe, target.params_total, target.tokens)
+        ]
+        row += of_gap[0] if of_gap else ["", ""]  # BF16 has no gap
         rows.setdefault((target.recipe, target.tokens), row)
-    table = [["arm", "tokens per parameter", "loss, predicted", "seeds 1, 2"]]
-    table[0] += ["gap, predicted", "measured"]
+    header = ["arm", "tokens per parameter", "loss, predicted", "seeds 1, 2"]
+    header += ["gap, predicted", "measured"]
     arms = ["bf16", *ARMS]
-    for place in sorted(rows, key=lambda place: (arms.index(place[0]), place[1])):
-        blank = [""] if len(rows[place]) < len(table[0]) else []
-        table.append([*rows[place], *blank, *blank])
-    return table
+    places = sorted(rows, key=lambda place: (arms.index(place[0]), place[1]))
+    return [header, *(rows[place] for place in places)]
 
 
 def _losses(path: Path) -> str:

@@ -398,7 +398,9 @@ def test_a_committed_score_has_the_losses_of_the_rows():
 
 def test_every_run_that_was_predicted_began_after_its_prediction():
     entries = read_entries(HOME / "runs.jsonl")
-    for path in HOME.glob("law/*prediction_cpu_1m_*.json"):
+    paths = sorted(HOME.glob("law/*prediction_cpu_1m_*.json"))
+    assert len(paths) == 16  # twelve losses, four gaps
+    for path in paths:
         frozen = json.loads(path.read_text())
         started = entries[frozen["target"]["name"]].summary["t_start"]
         assert datetime.fromisoformat(frozen["date"]) < datetime.fromisoformat(started)
