@@ -12,12 +12,11 @@ in a CPU's cache costs more than the arithmetic."""
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from fp8.recipes import E2M1, E4M3, E5M2, Format, Operand
-from fp8.rounding import EPS, FORMATS, fake_quantise, scale_for
+from fp8.rounding import EPS, FORMATS, scale_for
 
 # Values of a block, found by trials: more leave the cache (a megabyte of BF16 here), fewer cost
 # calls, 29 of torch's for two layouts of each. lib.machine.keep_freed_memory() keeps blocks of this
@@ -120,7 +119,7 @@ def round_by_bits(x: torch.Tensor, operand: Operand, *dims: int) -> list[torch.T
             for i, block in enumerate(blocks):
                 power_bits = torch.bitwise_and(block.view(bits.ints), mask)
                 layout.round(i, block, power_bits, layout.amaxes[0])
-    if not all(layout.is_ordinary() for layout in layouts):
+    if not all(are_ordinary(layout.all_amaxes(), bits) for layout in layouts):
         return None
     return results
 
@@ -128,34 +127,6 @@ def round_by_bits(x: torch.Tensor, operand: Operand, *dims: int) -> list[torch.T
 def _blocks(x: torch.Tensor, height: int) -> Sequence[torch.Tensor]:
     """Of so many rows, the last with fewer; views."""
     return [x] if len(x) <= height else x.split(height)  # no call where there is one block
-
-
-@torch.library.custom_op("nanofp8::rounded_in_graph", mutates_args=())
-def rounded_in_graph(
-    x: torch.Tensor,
-    format: torch.dtype,
-    scaling: str,
-    tile: Sequence[int],
-    dims: Sequence[int],
-    dtype: torch.dtype,
-) -> list[torch.Tensor]:
-    """fake_quantise(x, operand, dim, dtype=dtype) for each of `dims`, of x (M, N) and an operand
-    for which can_round(). An operator, for compiled code: the loops that Inductor makes of the
-    formula take twice as long."""
-    # every scale that can_round() allows is a power of two
-    tiles: Any = tuple(tile)
-    how: Any = scaling  # one of Operand's words
-    operand = Operand(format, how, power_of_2=True, tile=tiles)
-    rounded = round_by_bits(x, operand, *dims)
-    if rounded is None:
-        # contiguous, as the compiled code was promised by the function below
-        return [fake_quantise(x, operand, dim, dtype=dtype).contiguous() for dim in dims]
-    return [values.to(dtype) for values in rounded]
-
-
-@rounded_in_graph.register_fake
-def _(x, format, scaling, tile, dims, dtype):  # type: ignore[no-untyped-def]
-    return [torch.empty(x.shape, dtype=dtype, device=x.device) for _ in dims]
 
 
 class _Layout:
@@ -196,30 +167,35 @@ class _Layout:
         amax = tiles.float().amax(shared, keepdim=True)
         return amax.to(magnitude.dtype).view(self.bits.ints)
 
-    def is_ordinary(self) -> bool:
-        """Whether all largest magnitudes are 0 or from 2^LEAST to 2^GREATEST; no NaN is, of either
-        sign."""
-        amax = torch.cat(self.amaxes) if len(self.amaxes) > 1 else self.amaxes[0]
-        least, greatest = map(int, amax.aminmax())
-        if least == 0:
-            least = int(amax.masked_fill(amax == 0, self.bits.power(LEAST)).amin())
-        return self.bits.power(LEAST) <= least and greatest < self.bits.power(GREATEST)
+    def all_amaxes(self) -> torch.Tensor:
+        """Of all blocks, as bits."""
+        return torch.cat(self.amaxes) if len(self.amaxes) > 1 else self.amaxes[0]
 
     def round(self, i: int, x: torch.Tensor, power_bits: torch.Tensor, amax: torch.Tensor) -> None:
         """Round block i, x, to nearest, ties to even; power_bits: of the powers of two at or below
         its magnitudes. Nothing saturates, by the scale."""
-        tiles = torch.maximum(self.tiles(power_bits)[0], self._least_normal(amax))
+        least = least_normal(self.operand, self.constants, amax)
+        tiles = torch.maximum(self.tiles(power_bits)[0], least)
         power = tiles.view(x.dtype).view(x.shape)
         torch.add(x, power, alpha=self.constants.steps, out=self.results[i])
         self.results[i].sub_(power, alpha=self.constants.steps)
 
-    def _least_normal(self, amax: torch.Tensor) -> torch.Tensor:
-        """The format's least normal value over the scale, from the largest magnitude; both as bits.
-        Where all values are 0, which every step leaves as they are, it may be any number."""
-        constants = self.constants
-        if self.operand.scaling != "block" and amax.dtype == torch.int32:
-            # its logarithm in fp32 rounds a magnitude just above a power of two's multiple down
-            scale = scale_for(amax.view(torch.float32), constants.largest, power_of_2=True)
-            return scale.reciprocal_().mul_(constants.lowest).view(torch.int32)
-        power = (amax + constants.carry).bitwise_and_(constants.exponent_mask)
-        return power.sub_(constants.to_least_normal)
+
+def are_ordinary(amax: torch.Tensor, bits: Bits) -> bool:
+    """Whether all largest magnitudes (any shape), as bits, are 0 or from 2^LEAST to 2^GREATEST; no
+    NaN is, of either sign."""
+    least, greatest = map(int, amax.aminmax())
+    if least == 0:
+        least = int(amax.masked_fill(amax == 0, bits.power(LEAST)).amin())
+    return bits.power(LEAST) <= least and greatest < bits.power(GREATEST)
+
+
+def least_normal(operand: Operand, constants: Constants, amax: torch.Tensor) -> torch.Tensor:
+    """The format's least normal value over the scale, from the largest magnitude (any shape); both
+    as bits. Where all values are 0, which every step leaves as they are, it may be any number."""
+    if operand.scaling != "block" and amax.dtype == torch.int32:
+        # its logarithm in fp32 rounds a magnitude just above a power of two's multiple down
+        scale = scale_for(amax.view(torch.float32), constants.largest, power_of_2=True)
+        return scale.reciprocal_().mul_(constants.lowest).view(torch.int32)
+    power = (amax + constants.carry).bitwise_and_(constants.exponent_mask)
+    return power.sub_(constants.to_least_normal)

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn as nn
 
-from fp8.cpu_rounding import can_round, round_by_bits, rounded_in_graph
+from fp8.compiled_rounding import rounded_in_graph
+from fp8.cpu_rounding import can_round, round_by_bits
 from fp8.matmul import has_bf16_units, scaled_mm_of_bf16
 from fp8.noise import noise_at
 from fp8.recipes import (

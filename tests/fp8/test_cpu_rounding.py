@@ -1,55 +1,21 @@
 """fp8/cpu_rounding.py: to the same bits as fake_quantise(), whose formula it goes around."""
 
-from collections.abc import Callable, Iterator
-
 import pytest
 import torch
-from functorch.compile import make_boxed_func
-from torch._dynamo.backends.common import aot_autograd
 
 from fp8 import cpu_rounding, linears
-from fp8.cpu_rounding import can_round, round_by_bits, rounded_in_graph
+from fp8.cpu_rounding import can_round, round_by_bits
 from fp8.linears import EmulatedLinear
 from fp8.recipes import RECIPES, Operand
 from fp8.rounding import fake_quantise
 from model import Linear
+from tests.helpers.rounding import ROUNDED_BY_BITS, assert_same_bits, matrices
 
-OPERANDS = {
-    f"{recipe.name}-{operand.format}": operand
-    for recipe in RECIPES.values()
-    for operand in recipe.operands
-    if can_round(torch.zeros(32, 32), operand)
-}
-ROUNDED = [name for name, recipe in RECIPES.items() if recipe.input in OPERANDS.values()]
-
-
-def matrices(dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """(96, 64) of all sizes, with zeros of both signs, ties, and largest magnitudes at the
-    mantissa at which a scale changes."""
-    generator = torch.Generator().manual_seed(0)
-    normal = torch.randn(96, 64, generator=generator)
-    normal[:32, :32] = 0.0
-    normal[5] = -0.0
-    yield normal.to(dtype)
-    yield (normal * torch.logspace(-4, 4, 96)[:, None]).to(dtype)
-    yield (normal * torch.logspace(-10, -7, 64)).to(dtype)
-    yield (torch.randint(-512, 512, (96, 64), generator=generator) / 16).to(dtype)
-    step = torch.finfo(dtype).eps
-    for scale in (1.0, 2.0**20, 2.0**40):
-        edge = normal.clamp(-1, 1)
-        edge[:, 32:] = 2.0 ** -torch.linspace(9, 35, 32)  # some of them below a normal value
-        edge[::2, 3] = 1.75
-        edge[1::2, 3] = 1.75 * (1 + step)
-        yield (edge * scale).to(dtype)
-
-
-def assert_same_bits(computed: torch.Tensor, expected: torch.Tensor) -> None:
-    ints = cpu_rounding.BITS[expected.dtype].ints
-    assert torch.equal(computed.view(ints), expected.view(ints))
+ROUNDED = [name for name, recipe in RECIPES.items() if recipe.input in ROUNDED_BY_BITS.values()]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("operand", OPERANDS.values(), ids=OPERANDS)
+@pytest.mark.parametrize("operand", ROUNDED_BY_BITS.values(), ids=ROUNDED_BY_BITS)
 @pytest.mark.parametrize("block", [2**11, 3000, 2**18])
 def test_each_layout_has_the_bits_of_fake_quantise(
     operand: Operand, dtype: torch.dtype, block: int, monkeypatch: pytest.MonkeyPatch
@@ -62,7 +28,7 @@ def test_each_layout_has_the_bits_of_fake_quantise(
             assert_same_bits(computed, fake_quantise(x, operand, dim, dtype=dtype))
 
 
-@pytest.mark.parametrize("operand", OPERANDS.values(), ids=OPERANDS)
+@pytest.mark.parametrize("operand", ROUNDED_BY_BITS.values(), ids=ROUNDED_BY_BITS)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 2.0**70])
 def test_what_it_cannot_round_is_left_to_fake_quantise(operand: Operand, value: float) -> None:
     x = torch.ones(64, 64, dtype=torch.bfloat16)
@@ -86,7 +52,7 @@ def test_blocks_too_small_for_a_normal_scale_are_left_to_fake_quantise() -> None
     assert round_by_bits(x, RECIPES["mxfp8"].input, -1) is None
 
 
-@pytest.mark.parametrize("operand", OPERANDS.values(), ids=OPERANDS)
+@pytest.mark.parametrize("operand", ROUNDED_BY_BITS.values(), ids=ROUNDED_BY_BITS)
 @pytest.mark.parametrize(
     "value, is_rounded",
     [
@@ -110,7 +76,7 @@ def test_zeros_do_not_hide_a_block_too_small_for_a_normal_scale() -> None:
     assert round_by_bits(x, RECIPES["mxfp8"].input, -1) is None
 
 
-@pytest.mark.parametrize("operand", OPERANDS.values(), ids=OPERANDS)
+@pytest.mark.parametrize("operand", ROUNDED_BY_BITS.values(), ids=ROUNDED_BY_BITS)
 def test_a_matrix_of_zeros_is_rounded(operand: Operand) -> None:
     layouts = round_by_bits(torch.zeros(64, 64, dtype=torch.bfloat16), operand, -1, 0)
     assert layouts is not None
@@ -120,7 +86,7 @@ def test_a_matrix_of_zeros_is_rounded(operand: Operand) -> None:
 
 def test_a_transposed_matrix_is_rounded_as_its_copy() -> None:
     x = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).bfloat16().t()
-    for operand in OPERANDS.values():
+    for operand in ROUNDED_BY_BITS.values():
         layouts = round_by_bits(x, operand, -1)
         assert layouts is not None
         assert_same_bits(layouts[0], fake_quantise(x, operand, dtype=x.dtype))
@@ -178,58 +144,3 @@ def test_a_scale_by_ocps_rule_is_left_to_the_formula() -> None:
     operand = RECIPES["mxfp8_norms"].norm
     assert operand is not None
     assert not can_round(torch.ones(32, 32), operand)
-
-
-# --------------------------------------------------------------------------------- in compiled code
-
-
-def arguments_of(
-    x: torch.Tensor, operand: Operand, dims: list[int], dtype: torch.dtype
-) -> tuple[object, ...]:
-    return x, operand.format, operand.scaling, list(operand.tile), dims, dtype
-
-
-@pytest.mark.parametrize("operand", OPERANDS.values(), ids=OPERANDS)
-@pytest.mark.parametrize("is_transposed", [False, True], ids=["rows", "transposed"])
-@pytest.mark.parametrize("value", [1.0, torch.nan], ids=["by_bits", "by_formula"])
-def test_the_operator_is_what_torch_asks_of_one(
-    operand: Operand, is_transposed: bool, value: float
-) -> None:
-    """Strides among it, which compiled code relies on."""
-    x = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
-    x[3, 3] = value
-    x = x.t() if is_transposed else x
-    tests = ("test_schema", "test_faketensor")
-    arguments = arguments_of(x, operand, [-1, 0], torch.float32)
-    torch.library.opcheck(rounded_in_graph, arguments, test_utils=tests)
-
-
-@pytest.mark.parametrize("operand", OPERANDS.values(), ids=OPERANDS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("value", [1.0, torch.nan, torch.inf, 2.0**70])
-def test_the_operator_computes_fake_quantise(
-    operand: Operand, dtype: torch.dtype, value: float
-) -> None:
-    x = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
-    x[3, 3] = value
-    layouts = rounded_in_graph(*arguments_of(x, operand, [-1, 0], dtype))
-    for dim, computed in zip((-1, 0), layouts, strict=True):
-        expected = fake_quantise(x, operand, dim, dtype=dtype)
-        torch.testing.assert_close(computed, expected, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("name", ["rowwise", "mxfp8"])
-def test_compiled_code_rounds_each_operand_once_by_the_operator(name: str) -> None:
-    """Of x and w in the forward pass, of g in the backward pass, both layouts each."""
-    calls = []
-
-    def counting(graph: torch.fx.GraphModule, inputs: object) -> Callable:
-        targets = [str(node.target) for node in graph.graph.nodes]
-        calls.append(targets.count("nanofp8.rounded_in_graph.default"))
-        return make_boxed_func(graph.forward)
-
-    linear = EmulatedLinear(Linear(128, 256), RECIPES[name])
-    backend = aot_autograd(fw_compiler=counting)
-    compiled = torch.compile(linear, fullgraph=True, dynamic=False, backend=backend)
-    compiled(torch.randn(128, 128).bfloat16().requires_grad_()).sum().backward()
-    assert calls == [2, 1]
