@@ -13,7 +13,7 @@ import torch.nn as nn
 
 from fp8.compiled_rounding import rounded_in_graph
 from fp8.cpu_rounding import can_round, round_by_bits
-from fp8.matmul import has_bf16_units, scaled_mm_of_bf16
+from fp8.matmul import has_bf16_units, in_dtype, scaled_mm_of_bf16
 from fp8.noise import noise_at
 from fp8.recipes import (
     BF16_OPERAND,
@@ -68,7 +68,7 @@ class Rounded(NamedTuple):
     def times(self, other: "Rounded", dtype: torch.dtype) -> torch.Tensor:
         """self (M, K) @ other (K, N) in `dtype`, rounded once."""
         if self.inverse is None or other.inverse is None:
-            return (self.values @ other.values).to(dtype)
+            return in_dtype(self.values @ other.values, dtype)
         return scaled_mm_of_bf16(self.values, other.values, self.inverse * other.inverse)
 
 
@@ -96,7 +96,7 @@ class EmulatedMatmul(torch.autograd.Function):
         qx, x_again = how.rounded_twice(x, recipe.input, rounds_ahead and multiplies_x_again)
         if recipe.has_bf16_weight_grad:
             x_again = None
-        multiplies_w_again = not (recipe.has_bf16_input_grad or recipe.weight_again)
+        multiplies_w_again = not recipe.has_bf16_input_grad and recipe.weight_again is None
         qw, w_again = how.rounded_twice(w, recipe.weight, rounds_ahead and multiplies_w_again)
         if not (rounds_ahead and multiplies_w_again):
             w_again = None  # another copy of the weight would cost memory
@@ -130,7 +130,7 @@ class EmulatedMatmul(torch.autograd.Function):
         elif is_w_rounded:
             grad_x = qg.times(Rounded(w, w_inverse), dtype)
         else:
-            grad_x = qg.times(how.rounded(w, recipe.weight_again or recipe.weight, 0), dtype)
+            grad_x = qg.times(how.rounded(w, recipe.weight_of_input_grad, 0), dtype)
 
         # the weight gradient g' x
         if recipe.has_bf16_weight_grad:
@@ -351,7 +351,7 @@ def check_torchao(recipe: Recipe, config: Any) -> None:
         "input": recipe.input,
         "weight": recipe.weight,
         "grad_output": recipe.grad,
-        "weight_for_grad_input": recipe.weight_again or recipe.weight,
+        "weight_for_grad_input": recipe.weight_of_input_grad,
     }
     if not recipe.has_bf16_weight_grad:
         operands |= {

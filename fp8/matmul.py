@@ -17,6 +17,12 @@ def has_bf16_units() -> bool:
     return has_units and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
+def in_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x in `dtype`, without a call where that is its own: torch 2.11 compiles a Function whose
+    forward pass returns what such a call returned, x itself, to one with gradients of zero."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 @torch.library.custom_op("nanofp8::scaled_mm_of_bf16", mutates_args=())
 def scaled_mm_of_bf16(a: torch.Tensor, b: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     """(a @ b) * factor of BF16 a (M, K) and b (K, N), factor () fp32, on a CPU's BF16 units: summed
@@ -44,7 +50,7 @@ def scaled_mm(
     fp32: torch's own float8 matmul runs in oneDNN's scalar reference loop on Intel CPUs with AMX,
     hundreds of times slower."""
     if a.device.type == "cpu":
-        return ((a.float() * a_inverse) @ (b.float() * b_inverse)).to(dtype)
+        return in_dtype((a.float() * a_inverse) @ (b.float() * b_inverse), dtype)
     return torch._scaled_mm(
         a, b, scale_a=a_inverse, scale_b=b_inverse, out_dtype=dtype, use_fast_accum=fast
     )
@@ -53,7 +59,9 @@ def scaled_mm(
 def mm(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """a (M, K) @ b (K, N) in `dtype`: on a GPU as the matmul sums it up, on a CPU rounded to a's
     dtype in between."""
-    return torch.mm(a, b, out_dtype=dtype) if a.is_cuda and a.dtype != dtype else (a @ b).to(dtype)
+    if a.is_cuda and a.dtype != dtype:
+        return torch.mm(a, b, out_dtype=dtype)
+    return in_dtype(a @ b, dtype)
 
 
 @torch.library.custom_op("nanofp8::add_weight_grad", mutates_args=("total",))

@@ -129,8 +129,13 @@ class Recipe:
             yield "an emulation alone rounds the weights of norms"
 
     @property
+    def weight_of_input_grad(self) -> Operand:
+        # no `or`: torch 2.11 cannot trace the truth of a dataclass
+        return self.weight if self.weight_again is None else self.weight_again
+
+    @property
     def operands(self) -> tuple[Operand, ...]:
-        return self.input, self.weight, self.grad, self.weight_again or self.weight
+        return self.input, self.weight, self.grad, self.weight_of_input_grad
 
     @property
     def has_one_scale_a_tensor(self) -> bool:
@@ -639,10 +644,9 @@ def readme_table() -> str:
         "|---|---|---|---|---|",
     ]
     for recipe in RECIPES.values():
-        weight_again = recipe.weight_again or recipe.weight
         matmuls = [
             _matmul(recipe.input, recipe.weight, recipe.has_bf16_output),
-            _matmul(recipe.grad, weight_again, recipe.has_bf16_input_grad),
+            _matmul(recipe.grad, recipe.weight_of_input_grad, recipe.has_bf16_input_grad),
             _matmul(recipe.grad, recipe.input, recipe.has_bf16_weight_grad),
         ]
         lines.append(f"| `{recipe.name}` | {' | '.join(matmuls)} | {recipe.scales} |")

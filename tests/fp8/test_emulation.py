@@ -1,15 +1,16 @@
 """How a CPU emulates FP8: on its BF16 units or in fp32, each result rounded once; block by block,
 to the same bits."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch._inductor.config as inductor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8 import bf16_in_fp32, linears, rounding
-from fp8.linears import EmulatedLinear
+from fp8.linears import EmulatedLinear, EmulatedMatmul
 from fp8.matmul import scaled_mm_of_bf16
 from fp8.recipes import RECIPES, Operand
 from fp8.rounding import fake_quantise
@@ -88,12 +89,37 @@ def test_each_matmul_is_fp64s_rounded_once_to_bf16(name: str, has_units: bool) -
 def test_compiled_or_not_the_units_give_the_same_bits(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With BF16's roundings kept: without, Inductor leaves a weight gradient in fp32."""
+    """Rounded to BF16 once more, as Inductor leaves a weight gradient in fp32."""
     monkeypatch.setattr(linears, "has_bf16_units", lambda: True)
-    with inductor.patch(emulate_precision_casts=True):
-        compiled_results = three_matmuls(name, is_compiled=True)
+    compiled_results = three_matmuls(name, is_compiled=True)
     for compiled, eager in zip(compiled_results, three_matmuls(name), strict=True):
-        assert torch.equal(compiled, eager)
+        assert torch.equal(compiled.bfloat16(), eager.bfloat16())
+
+
+class ReturnedArguments(TorchFunctionMode):
+    """Collects the tensors that torch's functions returned as they were given them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[torch.Tensor] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        if any(result is argument for argument in args):
+            self.tensors.append(result)
+        return result
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("units", [True, False], ids=["units", "fp32"])
+def test_the_output_is_not_what_a_cast_to_its_own_dtype_returned(name: str, units: bool) -> None:
+    """Compiled by torch 2.11, such a Function has gradients of zero
+    (findings/compiled_function_noop_cast.sh)."""
+    x, w, _ = random_operands()
+    context = SimpleNamespace(save_for_backward=lambda *tensors: None)
+    with ReturnedArguments() as returned:
+        y = EmulatedMatmul.forward(context, x, w, None, None, RECIPES[name], units)
+    assert all(y is not tensor for tensor in returned.tensors)
 
 
 @pytest.mark.parametrize("name", RECIPES)
