@@ -33,7 +33,8 @@ def rounded_in_graph(
     tiles: Any = tuple(tile)
     how: Any = scaling  # one of Operand's words
     operand = Operand(format, how, power_of_2=True, tile=tiles)
-    rounded = round_in_loops(x, operand, dims, dtype)
+    with torch.no_grad(), torch._C._ExcludeDispatchKeyGuard(IN_PLACE):
+        rounded = round_in_loops(x, operand, dims, dtype)
     if rounded is None:
         # contiguous, as the compiled code was promised by the function below
         return [fake_quantise(x, operand, dim, dtype=dtype).contiguous() for dim in dims]
@@ -45,14 +46,18 @@ def _(x, format, scaling, tile, dims, dtype):  # type: ignore[no-untyped-def]
     return [torch.empty(x.shape, dtype=dtype, device=x.device) for _ in dims]
 
 
-@torch.no_grad()  # with and without gradients would be compiled apart
+# Dynamo compiles for a state of autograd, which is not the same in a forward pass, compiled or not,
+# and a backward pass. Without gradients and this key it always is.
+IN_PLACE = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+
+
 def round_in_loops(
     x: torch.Tensor, operand: Operand, dims: Sequence[int], dtype: torch.dtype
 ) -> list[torch.Tensor] | None:
     """What rounded_in_graph() returns; None unless the largest magnitudes are_ordinary()."""
     bits = BITS[x.dtype]
     shared = tuple(_dims_sharing_a_scale(operand, dim % 2) for dim in dims)
-    loops = _loops(operand.format, operand.scaling, shared, x.dtype, dtype)
+    loops = _loops(operand.format, operand.scaling, operand.tile, shared, x.dtype, dtype)
     tiles = _of_any_size(_tiles(x.contiguous(), operand), operand)
     amaxes = [amax.view(bits.ints) for amax in loops.largest_magnitudes(tiles, shared)]
     if not all(are_ordinary(amax, bits) for amax in amaxes):

@@ -150,6 +150,20 @@ def test_matrices_of_another_size_take_the_same_loops(name: str) -> None:
 
 
 @pytest.mark.usefixtures("traced")
+def test_forward_passes_and_backward_passes_take_the_same_loops() -> None:
+    """And whatever calls the operator, compiled code or a Function."""
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    arguments = arguments_of(x, RECIPES["mxfp8"].input, [-1, 0], torch.float32)
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        rounded_in_graph(*arguments)
+    before = counters["stats"]["unique_graphs"]
+    for needs_gradients in (True, False):
+        with torch.set_grad_enabled(needs_gradients):
+            rounded_in_graph(*arguments)
+    assert counters["stats"]["unique_graphs"] == before
+
+
+@pytest.mark.usefixtures("traced")
 def test_more_loops_are_compiled_than_dynamo_allows_a_function() -> None:
     operand = RECIPES["mxfp8"].input
     keys = list(product(([-1], [0], [-1, 0]), DTYPES, DTYPES))
