@@ -11,6 +11,7 @@ import torch
 import torch.nn as nn
 
 from fp8.linears import ConvertedLinear, EmulatedLinear
+from fp8.matmul import in_dtype
 from model import Attention, Linear
 
 
@@ -23,7 +24,7 @@ class MatmulInFp32(torch.autograd.Function):
         w32 = w.to(x.dtype).float()
         ctx.save_for_backward(x32, w32)
         ctx.dtype, ctx.w_dtype = x.dtype, w.dtype
-        return (x32 @ w32.t()).to(x.dtype)
+        return in_dtype(x32 @ w32.t(), x.dtype)
 
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

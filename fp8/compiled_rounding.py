@@ -1,5 +1,5 @@
 """Round matrices to float8 within compiled code on a CPU: the values of
-cpu_rounding.round_by_bits(), in a third to a quarter of its time.
+cpu_rounding.round_by_bits(), in a third to a half of its time where there are a million or more.
 
 Inductor compiles two loops over a matrix: one finds the largest magnitudes that share a scale, the
 other rounds. An operator runs them, apart from the code around it. In one graph with that, Inductor
@@ -28,7 +28,8 @@ def rounded_in_graph(
     dtype: torch.dtype,
 ) -> list[torch.Tensor]:
     """fake_quantise(x, operand, dim, dtype=dtype) for each of `dims`, of x (M, N) and an operand
-    for which cpu_rounding.can_round()."""
+    for which cpu_rounding.can_round(). Raises RuntimeError where a dimension that is summed over is
+    not a multiple of a tile."""
     # every scale that can_round() allows is a power of two
     tiles: Any = tuple(tile)
     how: Any = scaling  # one of Operand's words
@@ -56,9 +57,11 @@ def round_in_loops(
 ) -> list[torch.Tensor] | None:
     """What rounded_in_graph() returns; None unless the largest magnitudes are_ordinary()."""
     bits = BITS[x.dtype]
-    shared = tuple(_dims_sharing_a_scale(operand, dim % 2) for dim in dims)
-    loops = _loops(operand.format, operand.scaling, operand.tile, shared, x.dtype, dtype)
-    tiles = _of_any_size(_tiles(x.contiguous(), operand), operand)
+    dims = [dim % 2 for dim in dims]
+    shared = tuple(_dims_sharing_a_scale(operand, dim) for dim in dims)
+    tiles = _of_any_size(_tiles(x.contiguous(), operand, dims), operand)
+    are_single = tuple(size == 1 for size in tiles.shape)  # Dynamo takes 1 for a constant
+    loops = _loops(operand, shared, are_single, x.dtype, dtype)
     amaxes = [amax.view(bits.ints) for amax in loops.largest_magnitudes(tiles, shared)]
     if not all(are_ordinary(amax, bits) for amax in amaxes):
         return None
@@ -75,15 +78,16 @@ def round_in_loops(
 LEAST_POWER = -126  # of two that is a normal number in BF16 and fp32
 
 
-def _tiles(x: torch.Tensor, operand: Operand) -> torch.Tensor:
+def _tiles(x: torch.Tensor, operand: Operand, dims: Sequence[int]) -> torch.Tensor:
     """x (M, N), contiguous, as (tiles, rows of a tile, tiles, columns of a tile); without tiles all
-    of it is one. A dimension that is not summed over need not be a multiple of a tile."""
+    of it is one. dims: those that matmuls sum over, of which alone there are tiles."""
     rows, columns = x.shape
     if operand.scaling != "block":
         return x.view(1, rows, 1, columns)
-    width = operand.tile[1]
-    height = width if rows % width == 0 else 1
-    return x.view(rows // height, height, columns // width, width)
+    size = operand.tile[1]
+    tile_rows = size if 0 in dims else 1
+    tile_columns = size if 1 in dims else 1
+    return x.unflatten(1, (-1, tile_columns)).unflatten(0, (-1, tile_rows))
 
 
 def _dims_sharing_a_scale(operand: Operand, dim: int) -> tuple[int, ...]:

@@ -114,6 +114,23 @@ def test_any_number_of_rows_is_rounded_along_them(n_rows: int) -> None:
 
 
 @pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("n_columns", [1, 48])
+def test_any_number_of_columns_is_rounded_across_them(n_columns: int) -> None:
+    x = torch.randn(64, n_columns, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for operand in ROUNDED_BY_BITS.values():
+        (computed,) = rounded_in_graph(*arguments_of(x, operand, [0], torch.float32))
+        assert_same_bits(computed, fake_quantise(x, operand, 0))
+
+
+@pytest.mark.parametrize("dims", [[0], [-1, 0]])
+def test_rows_that_fill_no_tile_are_refused_along_columns(dims: list[int]) -> None:
+    """As fake_quantise() does; else each value would have a scale of its own."""
+    x = torch.ones(33, 64, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match="33"):
+        rounded_in_graph(*arguments_of(x, RECIPES["mxfp8"].input, dims, torch.float32))
+
+
+@pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("operand", ROUNDED_BY_BITS.values(), ids=ROUNDED_BY_BITS)
 @pytest.mark.parametrize("is_transposed", [False, True], ids=["rows", "transposed"])
 @pytest.mark.parametrize("value", [1.0, torch.nan], ids=["by_loops", "by_formula"])
@@ -147,6 +164,17 @@ def test_matrices_of_another_size_take_the_same_loops(name: str) -> None:
     before = counters["stats"]["unique_graphs"]
     assert_computes_fake_quantise(torch.randn(128, 160).bfloat16(), operand, torch.float32)
     assert counters["stats"]["unique_graphs"] == before
+
+
+@pytest.mark.usefixtures("traced")
+def test_any_shape_is_rounded_by_compiled_loops() -> None:
+    """Dynamo takes a size of 1 for a constant, and would compile a function anew for it."""
+    operand = RECIPES["mxfp8"].input
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for n_rows in (1, 32, 33, 64):
+            for n_columns in (32, 64, 96):
+                x = torch.ones(n_rows, n_columns, dtype=torch.bfloat16)
+                rounded_in_graph(*arguments_of(x, operand, [-1], torch.float32))
 
 
 @pytest.mark.usefixtures("traced")

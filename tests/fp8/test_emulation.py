@@ -96,6 +96,9 @@ def test_compiled_or_not_the_units_give_the_same_bits(
         assert torch.equal(compiled.bfloat16(), eager.bfloat16())
 
 
+CONTEXT = SimpleNamespace(save_for_backward=lambda *tensors: None)  # of a Function
+
+
 class ReturnedArguments(TorchFunctionMode):
     """Collects the tensors that torch's functions returned as they were given them."""
 
@@ -116,9 +119,16 @@ def test_the_output_is_not_what_a_cast_to_its_own_dtype_returned(name: str, unit
     """Compiled by torch 2.11, such a Function has gradients of zero
     (findings/compiled_function_noop_cast.sh)."""
     x, w, _ = random_operands()
-    context = SimpleNamespace(save_for_backward=lambda *tensors: None)
     with ReturnedArguments() as returned:
-        y = EmulatedMatmul.forward(context, x, w, None, None, RECIPES[name], units)
+        y = EmulatedMatmul.forward(CONTEXT, x, w, None, None, RECIPES[name], units)
+    assert all(y is not tensor for tensor in returned.tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_nor_is_it_of_a_matmul_in_fp32(dtype: torch.dtype) -> None:
+    x, w, _ = random_operands()
+    with ReturnedArguments() as returned:
+        y = bf16_in_fp32.MatmulInFp32.forward(CONTEXT, x.to(dtype), w)
     assert all(y is not tensor for tensor in returned.tensors)
 
 
