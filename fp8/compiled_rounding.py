@@ -17,6 +17,11 @@ from fp8.cpu_rounding import BITS, CONSTANTS, are_ordinary, least_normal
 from fp8.recipes import Format, Operand
 from fp8.rounding import FORMATS, fake_quantise
 
+# Dynamo compiles for a state of autograd, which is not the same in a forward pass, compiled or not,
+# and a backward pass. Without gradients and this key it always is.
+IN_PLACE = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+LEAST_POWER = -126  # of two that is a normal number in BF16 and fp32
+
 
 @torch.library.custom_op("nanofp8::rounded_in_graph", mutates_args=())
 def rounded_in_graph(
@@ -47,19 +52,14 @@ def _(x, format, scaling, tile, dims, dtype):  # type: ignore[no-untyped-def]
     return [torch.empty(x.shape, dtype=dtype, device=x.device) for _ in dims]
 
 
-# Dynamo compiles for a state of autograd, which is not the same in a forward pass, compiled or not,
-# and a backward pass. Without gradients and this key it always is.
-IN_PLACE = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
-
-
 def round_in_loops(
     x: torch.Tensor, operand: Operand, dims: Sequence[int], dtype: torch.dtype
 ) -> list[torch.Tensor] | None:
     """What rounded_in_graph() returns; None unless the largest magnitudes are_ordinary()."""
     bits = BITS[x.dtype]
-    dims = [dim % 2 for dim in dims]
-    shared = tuple(_dims_sharing_a_scale(operand, dim) for dim in dims)
-    tiles = _of_any_size(_tiles(x.contiguous(), operand, dims), operand)
+    summed_dims = [dim % 2 for dim in dims]
+    shared = tuple(_dims_sharing_a_scale(operand, dim) for dim in summed_dims)
+    tiles = _of_any_size(_tiles(x.contiguous(), operand, summed_dims), operand)
     are_single = tuple(size == 1 for size in tiles.shape)  # Dynamo takes 1 for a constant
     loops = _loops(operand, shared, are_single, x.dtype, dtype)
     amaxes = [amax.view(bits.ints) for amax in loops.largest_magnitudes(tiles, shared)]
@@ -71,22 +71,19 @@ def round_in_loops(
         # of zeros alone it may be any number; a positive one leaves no -0
         least = least_normal(operand, constants, amax).clamp_(min=bits.power(LEAST_POWER))
         least_normals.append(_of_any_size(least.view(x.dtype), operand))
-    values = loops.rounded(tiles, least_normals, operand.format, dtype)
+    values = loops.round_tiles(tiles, least_normals, operand.format, dtype)
     return [layout.view(x.shape) for layout in values]
 
 
-LEAST_POWER = -126  # of two that is a normal number in BF16 and fp32
-
-
-def _tiles(x: torch.Tensor, operand: Operand, dims: Sequence[int]) -> torch.Tensor:
+def _tiles(x: torch.Tensor, operand: Operand, summed_dims: Sequence[int]) -> torch.Tensor:
     """x (M, N), contiguous, as (tiles, rows of a tile, tiles, columns of a tile); without tiles all
-    of it is one. dims: those that matmuls sum over, of which alone there are tiles."""
+    of it is one. summed_dims: those that matmuls sum over, along which alone tiles extend."""
     rows, columns = x.shape
     if operand.scaling != "block":
         return x.view(1, rows, 1, columns)
     size = operand.tile[1]
-    tile_rows = size if 0 in dims else 1
-    tile_columns = size if 1 in dims else 1
+    tile_rows = size if 0 in summed_dims else 1
+    tile_columns = size if 1 in summed_dims else 1
     return x.unflatten(1, (-1, tile_columns)).unflatten(0, (-1, tile_rows))
 
 
@@ -109,7 +106,7 @@ def _of_any_size(tiles: torch.Tensor, operand: Operand) -> torch.Tensor:
 
 class Loops(NamedTuple):
     largest_magnitudes: Callable[..., list[torch.Tensor]]
-    rounded: Callable[..., list[torch.Tensor]]
+    round_tiles: Callable[..., list[torch.Tensor]]
 
 
 @functools.cache
@@ -117,8 +114,10 @@ def _loops(*key: object) -> Loops:
     """The functions below, which their first calls compile, for one value of all that is not a
     tensor: Dynamo gives up a function that it compiled eight times, and tells them by their
     code."""
-    largest, rounding = (_with_own_code(f) for f in (largest_magnitudes, rounded))
-    return Loops(torch.compile(largest), torch.compile(rounding))
+    return Loops(
+        torch.compile(_with_own_code(largest_magnitudes)),
+        torch.compile(_with_own_code(round_tiles)),
+    )
 
 
 def _with_own_code(function: Callable) -> Callable:
@@ -134,7 +133,7 @@ def largest_magnitudes(
     return [magnitude.amax(dims, keepdim=True) for dims in shared]
 
 
-def rounded(
+def round_tiles(
     tiles: torch.Tensor, least_normals: Sequence[torch.Tensor], format: Format, dtype: torch.dtype
 ) -> list[torch.Tensor]:
     """The tiles in `dtype`, rounded to nearest, ties to even, once for each of least_normals: the

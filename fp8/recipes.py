@@ -130,6 +130,7 @@ class Recipe:
 
     @property
     def weight_of_input_grad(self) -> Operand:
+        """How the weight is rounded for the matmul of the input gradient."""
         # no `or`: torch 2.11 cannot trace the truth of a dataclass
         return self.weight if self.weight_again is None else self.weight_again
 

@@ -24,7 +24,7 @@ DTYPES = [torch.bfloat16, torch.float32]
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loops as torch runs them, since compiling takes seconds for each operand and dtype."""
-    loops = Loops(compiled_rounding.largest_magnitudes, compiled_rounding.rounded)
+    loops = Loops(compiled_rounding.largest_magnitudes, compiled_rounding.round_tiles)
     monkeypatch.setattr(compiled_rounding, "_loops", lambda *_: loops)
 
 
@@ -74,7 +74,7 @@ def test_every_mantissa_is_rounded_to_nearest_ties_to_even(format: Format, kept_
     first, last = (torch.tensor(x).view(torch.int32).item() for x in (1.0, 2.0))
     x = torch.arange(first, last, dtype=torch.int32).view(torch.float32)
     least_normal = torch.tensor([2.0**-14])
-    (computed,) = compiled_rounding.rounded(x, [least_normal], format, torch.float32)
+    (computed,) = compiled_rounding.round_tiles(x, [least_normal], format, torch.float32)
     step = 2.0**-kept_bits
     assert torch.equal(computed.double(), (x.double() / step).round() * step)
 

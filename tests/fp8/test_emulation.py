@@ -125,7 +125,9 @@ def test_the_output_is_not_what_a_cast_to_its_own_dtype_returned(name: str, unit
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_nor_is_it_of_a_matmul_in_fp32(dtype: torch.dtype) -> None:
+def test_a_matmul_in_fp32_does_not_return_what_a_cast_to_its_own_dtype_did(
+    dtype: torch.dtype,
+) -> None:
     x, w, _ = random_operands()
     with ReturnedArguments() as returned:
         y = bf16_in_fp32.MatmulInFp32.forward(CONTEXT, x.to(dtype), w)
