@@ -103,7 +103,7 @@ class ParallelConfig:
     recompute: bool = False
     # block starts sooner; several ranks always compile block by block
     compile: bool | Literal["model", "block", "off"] = "model"
-    # one CPU process: BF16 matmuls and attention in fp32, each result rounded once
+    # on CPUs: BF16 matmuls and attention in fp32, each result rounded once
     cpu_fp32: bool = False
     # seconds that a step may stand still before the job ends and says where
     timeout: float = above_zero(300.0)

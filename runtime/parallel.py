@@ -140,11 +140,8 @@ def check_world(config: Config, size: int, device: torch.device) -> None:
             "fp8.all_gather=true cannot gather the head as float8 while the embedding shares its"
             " weight: set fp8.head=false, model.tied=false or fp8.all_gather=false"
         )
-    if p.cpu_fp32 and (device.type != "cpu" or size > 1):
-        raise UserError(
-            f"parallel.cpu_fp32=true is for one process on a CPU, not for {size} on {device.type}:"
-            " drop it"
-        )
+    if p.cpu_fp32 and device.type != "cpu":
+        raise UserError(f"parallel.cpu_fp32=true is for CPUs, not for {device.type}: drop it")
 
 
 def mesh_shape(config: Config, size: int, fits_whole: bool) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from model import Attention, GPTConfig, Linear
 from runtime import parallel
 from runtime.config import Config
 from tests.conftest import changed
+from tests.helpers.faults import Run, rows
 
 SIZE = GPTConfig(n_layer=2, n_head=2, n_embd=64, n_ffn=96, n_ctx=32, vocab_size=257)
 
@@ -79,18 +80,27 @@ def test_a_run_trains_as_one_with_the_cpus_own_matmuls(
         assert losses["fp32"]["loss_bf16"] == losses["fp32"]["loss_as_trained"]
 
 
-def test_several_processes_are_refused(tiny: Config, monkeypatch: pytest.MonkeyPatch):
-    for name, value in {
-        "RANK": "0",
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": "29500",
-    }.items():
-        monkeypatch.setenv(name, value)
+@pytest.mark.parametrize("recipe", ["off", "mxfp8"])
+@pytest.mark.parametrize("shard", [1, 2])
+def test_two_ranks_train_what_one_process_trains(
+    recipe: str, shard: int, tiny: Config, run: Callable[..., str]
+):
+    alone = changed(tiny, f"fp8.recipe={recipe} parallel.cpu_fp32=true")
+    run(alone)
+    together = changed(alone, f"run=together parallel.shard={shard}")
+    assert Run(together, ranks=2).wait() == [0, 0]
+    # Sharded weights are rounded to FP8 from BF16, not from fp32.
+    tolerance = 2e-3 if shard == 2 and recipe != "off" else 1e-4
+    losses = [row["loss"] for row in rows(alone)]
+    assert [row["loss"] for row in rows(together)] == pytest.approx(losses, rel=tolerance)
+
+
+def test_a_gpu_is_refused(tiny: Config):
+    config = changed(tiny, "parallel.cpu_fp32=true")
     with pytest.raises(
-        UserError, match="parallel.cpu_fp32=true is for one process on a CPU, not for 2"
+        UserError, match="parallel.cpu_fp32=true is for CPUs, not for cuda: drop it"
     ):
-        parallel.start(changed(tiny, "parallel.cpu_fp32=true parallel.shard=2"))
+        parallel.check_world(config, 1, torch.device("cuda"))
 
 
 def test_an_attention_keeps_what_a_variant_of_model_py_has_added():
