@@ -22,7 +22,7 @@ import torch
 
 from fp8 import selection
 from fp8.matmul import has_bf16_units
-from fp8.recipes import RECIPES
+from fp8.recipes import RECIPES, multiple_of
 from lib.errors import MachineError, UserError, memory_error
 from lib.machine import GIB, end_with_parent
 from lib.text import duration
@@ -610,6 +610,13 @@ def _decide(config: Config, world: parallel.World) -> int:
             flush=True,
         )
         return begun_with
+    if not numbers:
+        raise UserError(
+            "data.micro_batch=auto: no micro-batch of whole sequences has a multiple of"
+            f" {multiple_of(config.fp8.recipe)} tokens, which fp8.recipe={config.fp8.recipe}"
+            f" needs, and divides data.tokens_per_step={config.data.tokens_per_step} evenly"
+            f" (processes: {world.size}): change model.n_ctx or data.tokens_per_step"
+        )
     # refuses data that the run would refuse, before trials
     Data(config, *load_tokenizer(tokenizer_of(config.run_dir, config.data.tokenizer)).hashes)
     # the same computation in one process

@@ -565,6 +565,10 @@ def test_a_resume_keeps_its_number(tiny: Config, trials):
         ("", "seed was 5, now 1337"),
         ("run=b data.dir=/nowhere", "nowhere"),
         ("run=b steps=100_000", "data.max_epochs"),
+        (
+            "run=b fp8.recipe=mxfp8 model.n_ctx=8 data.tokens_per_step=24",
+            "no micro-batch of whole sequences has a multiple of 32 tokens.* data.tokens_per_step=24",
+        ),
     ],
 )
 def test_mistakes_are_told_before_any_trial(tiny: Config, trials, words: str, sentence: str):
