@@ -567,7 +567,7 @@ def test_a_resume_keeps_its_number(tiny: Config, trials):
         ("run=b steps=100_000", "data.max_epochs"),
         (
             "run=b fp8.recipe=mxfp8 model.n_ctx=8 data.tokens_per_step=24",
-            "no micro-batch of whole sequences has a multiple of 32 tokens.* data.tokens_per_step=24",
+            "no micro-batch .* has a multiple of 32 tokens.* data.tokens_per_step=24",
         ),
     ],
 )
