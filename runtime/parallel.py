@@ -2,6 +2,7 @@
 replicas, recomputation, compilation."""
 
 import contextlib
+import inspect
 import os
 import re
 import shutil
@@ -636,10 +637,20 @@ def replicated(model: GPT, world: World) -> nn.Module:
     return DistributedDataParallel(
         model,
         device_ids=device_ids,
-        broadcast_buffers=False,
         init_sync=False,  # init_weights() and checkpoints give all ranks the same
         gradient_as_bucket_view=True,
+        **_without_sending_buffers(),
     )
+
+
+def _without_sending_buffers() -> dict[str, Any]:
+    """The option by which DistributedDataParallel does not send buffers before each forward pass:
+    RoPE's tables are the same on all ranks. torch 2.13 gave it another name and warns of the old
+    one."""
+    options = inspect.signature(DistributedDataParallel.__init__).parameters
+    if "forward_sync_buffers" in options:
+        return {"forward_sync_buffers": False}
+    return {"broadcast_buffers": False}
 
 
 def compile_model(model: GPT, is_whole: bool) -> None:

@@ -147,6 +147,7 @@ def bytes_sent(config: Config, world: parallel.World) -> list[int]:
         work = genuine(bucket.buffer(), async_op=True)
         return work.get_future().then(lambda done: done.value()[0])
 
+    assert not built.trained.will_sync_module_buffers()  # type: ignore[operator]
     built.trained.register_comm_hook(None, count)  # type: ignore[operator]
     for is_last in (False, False, True):
         sizes.append(0)
@@ -189,6 +190,13 @@ def test_a_step_sends_one_fp32_gradient_after_its_last_micro_batch(
     config, _ = arms["bf16"]
     sent = json.loads((Path(config.out) / "sent.json").read_text())
     assert sent == [0, 0, 4 * config.model.params_total]
+
+
+def test_replicas_print_no_warning(arms: Arms) -> None:
+    config, _ = arms["bf16"]
+    log = Path(config.out).with_name("arms.log").read_text()
+    assert "done. validation loss" in log
+    assert "Warning" not in log
 
 
 RESUMED = ("bf16", "delayed", "bounded")
