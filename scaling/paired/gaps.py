@@ -135,14 +135,14 @@ def independent_gaps(pairs: Sequence[Pair], evaluation: str, unit: Unit) -> np.n
 
 
 def slope_over_tokens(pairs: Sequence[Pair], evaluation: str) -> Estimate | None:
-    """Change of the gap [%] per doubling of the tokens at a size: the slope over log2 D within each
-    trunk or, where runs are no branches, within each size and seed, whose own level drops out; None
-    where none has two budgets."""
+    """Change of the gap, 100 ln(L_FP8 / L_BF16), per doubling of the tokens at a size: the slope
+    over log2 D within each trunk or, where runs are no branches, within each size and seed, whose
+    own level drops out; None where none has two budgets."""
     curves = clusters([_curve_labels(pair) for pair in pairs])
     slopes = []
     for members in curves:
         x = np.log2([pairs[i].fp8.tokens for i in members])
-        y = np.array([pairs[i].gap[evaluation].percent for i in members])
+        y = np.array([pairs[i].gap[evaluation].log_percent for i in members])
         if np.ptp(x) > 0:
             slopes.append((x - x.mean()) @ y / np.sum((x - x.mean()) ** 2))
     return estimate(slopes) if slopes else None
@@ -153,13 +153,13 @@ def _curve_labels(pair: Pair) -> set:
 
 
 def slope_over_sizes(pairs: Sequence[Pair], evaluation: str) -> Estimate | None:
-    """Change of the gap [%] per decade of N, through the means of independent trajectories; None
-    below three sizes."""
+    """Change of the gap, 100 ln(L_FP8 / L_BF16), per decade of N, through the means of independent
+    trajectories; None below three sizes."""
     groups = trajectories(pairs)
     logs = np.array([math.log10(pair.fp8.N) for pair in pairs])
-    percents = np.array([pair.gap[evaluation].percent for pair in pairs])
+    log_percents = np.array([pair.gap[evaluation].log_percent for pair in pairs])
     x = np.array([round(float(np.mean(logs[members])), 9) for members in groups])
-    gaps = np.array([percents[members].mean() for members in groups])
+    gaps = np.array([log_percents[members].mean() for members in groups])
     if len(np.unique(x)) < 3 or len(x) < 4:
         return None
     if np.ptp(gaps) <= EQUAL * abs(gaps).max():

@@ -7,13 +7,16 @@ The folder is what `python scaling/ledger.py configs/study_cpu.py --restore` wri
 1. Gap of each arm to BF16 by size, as scaling/precision.py measures it: 100 ln(L_FP8 / L_BF16),
    both evaluated in BF16, the mean over a seed's budgets, ± half a 95 % t-interval over seeds.
 2. The same at each budget, of tensorwise and of the control.
-3. How much the gap, here 100 (L_FP8 / L_BF16 - 1), changes when the tokens are doubled.
+3. How much the gap changes when the tokens are doubled.
 4. One arm's gap minus another's, over the BF16 runs that both stand beside.
-5. The gap of pairs whose runs skipped equally many steps, and of others.
-6. The runs of the largest size against the predictions that were frozen before them, with the
+5. The runs in which the guard skipped steps or went back to a checkpoint.
+6. The gap of pairs whose runs skipped equally many steps, and of others.
+7. How far BF16 runs of one seed lie apart whose loss is summed in other parts.
+8. The runs of the largest size against the predictions that were frozen before them, with the
    scores of fit.py and precision.py that lie in studies/cpu/law.
-7. The gap at sizes far beyond, extrapolated by each form of its law; frozen in the same folder."""
+9. The gap at sizes far beyond, extrapolated by each form of its law; frozen in the same folder."""
 
+import math
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -67,14 +70,17 @@ class Options:
 def main(options: Options) -> str:
     all_records, skipped = read_runs([options.folder])
     records, left_out = usable(all_records)
-    pairs, unpaired = pair_runs(records)
-    pairs = [pair for pair in pairs if not pair.fp8.is_baseline]  # without nulls
+    pairs_and_nulls, unpaired = pair_runs(records)
+    pairs = [pair for pair in pairs_and_nulls if not pair.fp8.is_baseline]
+    nulls = [pair for pair in pairs_and_nulls if pair.fp8.is_baseline]
     tables = [
         gap_table(pairs),
         budget_table(pairs),
         growth_table(pairs),
         difference_table(pairs),
+        guard_table(records),
         skip_table(pairs),
+        null_table(nulls),
         prediction_table(LAW),
         extrapolation_table(LAW),
     ]
@@ -93,13 +99,12 @@ def gap_table(pairs: Sequence[Pair]) -> Table:
 
 
 def budget_table(pairs: Sequence[Pair]) -> Table:
-    budgets = sorted({int(_read_name(pair)["budget"]) for pair in pairs})
     table = [["arm", "tokens per parameter", *SIZES]]
     for arm, of_arm in _by_arm(pairs):
         if arm not in BY_BUDGET:
             continue
-        for budget in budgets:
-            at_budget = [pair for pair in of_arm if int(_read_name(pair)["budget"]) == budget]
+        for budget in _budgets(pairs):
+            at_budget = [pair for pair in of_arm if _budget(pair) == budget]
             table.append([arm, str(budget), *map(_gap, _by_size(at_budget))])
     return table
 
@@ -118,6 +123,27 @@ def difference_table(pairs: Sequence[Pair]) -> Table:
     return table
 
 
+def guard_table(records: Sequence[Record]) -> Table:
+    header = ["the guard's skipped steps", "runs", "with skipped steps", "most in a run"]
+    table = [[*header, "rolled back"]]
+    for size in SIZES:
+        of_size = [record for record in records if _read_name(record.run_id)["size"] == size]
+        if of_size:
+            table.append([size, *_guard_counts(of_size)])
+    table.append(["all sizes", *_guard_counts(records)])
+    return table
+
+
+def _guard_counts(records: Sequence[Record]) -> list[str]:
+    skipped = [_skipped(record) for record in records]
+    n_rolled_back = sum(record.summary["rollbacks"] > 0 for record in records)
+    n_with_skips = sum(n > 0 for n in skipped)
+    return [
+        str(number)
+        for number in (len(records), n_with_skips, max(skipped, default=0), n_rolled_back)
+    ]
+
+
 def skip_table(pairs: Sequence[Pair]) -> Table:
     """Without the control, whose gap is ten times as large."""
     of_fp8 = [pair for pair in pairs if pair.fp8.recipe != CONTROL]
@@ -127,6 +153,22 @@ def skip_table(pairs: Sequence[Pair]) -> Table:
     for label, group in (("skipped equally many steps", equal), ("did not", unequal)):
         table.append([label, str(len(group)), _gap(group)])
     return table
+
+
+def null_table(nulls: Sequence[Pair]) -> Table:
+    """The root mean square of 100 ln(L / L), by tokens per parameter."""
+    table = [["same seed, sums in other parts", "pairs", "root mean square"]]
+    for budget in _budgets(nulls):
+        at_budget = [null for null in nulls if _budget(null) == budget]
+        table.append([str(budget), str(len(at_budget)), _root_mean_square(at_budget)])
+    if nulls:
+        table.append(["all", str(len(nulls)), _root_mean_square(nulls)])
+    return table
+
+
+def _root_mean_square(pairs: Sequence[Pair]) -> str:
+    squares = [pair.gap["bf16"].log_percent ** 2 for pair in pairs]
+    return f"{math.sqrt(sum(squares) / len(squares)):.2f}"
 
 
 def _by_arm(pairs: Sequence[Pair]) -> list[tuple[str, list[Pair]]]:
@@ -141,15 +183,24 @@ def _by_arm(pairs: Sequence[Pair]) -> list[tuple[str, list[Pair]]]:
 
 def _by_size(pairs: Sequence[Pair]) -> list[list[Pair]]:
     """The pairs at each of SIZES."""
-    return [[pair for pair in pairs if _read_name(pair)["size"] == size] for size in SIZES]
+    return [
+        [pair for pair in pairs if _read_name(pair.fp8.run_id)["size"] == size] for size in SIZES
+    ]
 
 
-def _read_name(pair: Pair) -> re.Match[str]:
-    match = RUN.fullmatch(pair.fp8.run_id)
+def _budgets(pairs: Sequence[Pair]) -> list[int]:
+    return sorted({_budget(pair) for pair in pairs})
+
+
+def _budget(pair: Pair) -> int:
+    """Tokens per parameter."""
+    return int(_read_name(pair.fp8.run_id)["budget"])
+
+
+def _read_name(run_id: str) -> re.Match[str]:
+    match = RUN.fullmatch(run_id)
     if match is None:
-        raise UserError(
-            f"{pair.fp8.run_id} is no run of configs/study_cpu.py, whose tables these are"
-        )
+        raise UserError(f"{run_id} is no run of configs/study_cpu.py, whose tables these are")
     return match
 
 

@@ -351,8 +351,7 @@ def test_a_gap_at_a_budget_is_the_mean_over_seeds(printed_tables: Tables, summar
 def test_growth_is_each_seeds_slope_over_doublings(printed_tables: Tables, summaries):
     slopes = []
     for by_budget in gaps_by_seed(summaries, "nvfp4", of_size="30k").values():
-        percents = 100 * np.expm1(np.array(list(by_budget.values())) / 100)
-        slopes.append(np.polyfit(np.log2(list(by_budget)), percents, 1)[0])
+        slopes.append(np.polyfit(np.log2(list(by_budget)), list(by_budget.values()), 1)[0])
     row = row_of(printed_tables, "change per doubling", "nvfp4")
     # budgets are whole steps: their logarithms are not quite those of 5 to 40
     assert read_estimate(row["30k"]) == pytest.approx(mean_and_half(slopes), abs=5e-3)
@@ -363,6 +362,26 @@ def test_a_difference_is_over_the_baselines_that_both_arms_have(printed_tables: 
     expected = mean_and_half(np.mean(list(by_budget.values())) for by_budget in gaps.values())
     row = row_of(printed_tables, "difference", "mxfp8_e5m2 minus mxfp8")
     assert read_estimate(row["212k"]) == pytest.approx(expected, abs=2e-3)
+
+
+def test_runs_that_skipped_steps_are_counted_by_size(printed_tables: Tables, summaries):
+    of_size = [summary for place, summary in summaries.items() if place[0] == "101k"]
+    skipped = [summary["skipped_steps"] for summary in of_size]
+    assert max(skipped) > 1
+    row = row_of(printed_tables, "the guard's skipped steps", "101k")
+    assert row["runs"] == str(len(of_size))
+    assert row["with skipped steps"] == str(sum(number > 0 for number in skipped))
+    assert row["most in a run"] == str(max(skipped))
+    assert row["rolled back"] == str(sum(summary["rollbacks"] > 0 for summary in of_size))
+
+
+def test_nulls_by_budget_are_root_mean_squares(printed_tables: Tables, summaries):
+    gaps = gaps_by_seed(summaries, "bf16_null")
+    at_budget = [by_budget[40] for by_budget in gaps.values() if 40 in by_budget]
+    row = row_of(printed_tables, "same seed, sums in other parts", "40")
+    assert row["pairs"] == str(len(at_budget))
+    root_mean_square = math.sqrt(sum(gap**2 for gap in at_budget) / len(at_budget))
+    assert float(row["root mean square"]) == pytest.approx(root_mean_square, abs=5e-3)
 
 
 def test_pairs_are_counted_by_whether_their_runs_skipped_equally_many_steps(

@@ -63,18 +63,21 @@ def test_each_evaluation_has_its_mean_gap() -> None:
 
 
 def branches_over_sizes() -> tuple[np.ndarray, np.ndarray, list[Pair]]:
-    """Sizes and gaps of twelve trunks, and pairs of two branches each around them."""
+    """Sizes and gaps, 100 ln of the losses' ratio, of twelve trunks, and pairs of two branches each
+    around them."""
     N = np.repeat(SIZES, 3)
-    gaps = np.random.default_rng(3).normal(0, 0.1, 12)
+    log_gaps = np.random.default_rng(3).normal(0, 0.1, 12)
     pairs = []
-    for trunk, (size, gap) in enumerate(zip(N, gaps, strict=True)):
-        pairs += [fake_pair(gap + shift, int(size), trunk=trunk) for shift in (1, -1)]
-    return N, gaps, pairs
+    for trunk, (size, log_gap) in enumerate(zip(N, log_gaps, strict=True)):
+        for shift in (1, -1):
+            percent = 100 * math.expm1((log_gap + shift) / 100)
+            pairs.append(fake_pair(percent, int(size), trunk=trunk))
+    return N, log_gaps, pairs
 
 
 def test_the_change_over_sizes_is_a_regression_of_trajectories() -> None:
-    N, gaps, pairs = branches_over_sizes()
-    expected = linregress(np.log10(N), gaps)
+    N, log_gaps, pairs = branches_over_sizes()
+    expected = linregress(np.log10(N), log_gaps)
     half = student.ppf(0.975, 10) * expected.stderr
     found = slope_over_sizes(pairs, "bf16")
     assert found is not None
@@ -132,6 +135,15 @@ def test_one_line_through_all_pairs_takes_levels_for_effects_of_tokens() -> None
 def test_the_change_over_tokens_has_a_slope_for_each_curve() -> None:
     found = slope_over_tokens(study_over_tokens(np.random.default_rng(7), True), "bf16")
     assert found is not None and found.n == 6
+
+
+def test_a_change_over_tokens_is_one_of_the_logarithm_of_the_losses_ratio() -> None:
+    """As the mean over sizes is: from 10 to 21 % is a step of 100 ln 1.1."""
+    pairs = []
+    for seed in (0, 1):
+        pairs += [fake_pair(10, 1, 5, seed, seed), fake_pair(21, 1, 10, seed, seed)]
+    found = slope_over_tokens(pairs, "bf16")
+    assert found is not None and found.mean == pytest.approx(100 * math.log(1.1))
 
 
 def test_a_single_budget_has_no_change_over_tokens() -> None:
