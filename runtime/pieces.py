@@ -11,18 +11,18 @@ and a character only once both have cut texts around it alike, as their tables o
 of different years. Whatever is not known to be equal is left to the package."""
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
 
 import numpy as np
-import regex
 
 from runtime.letters import BYTE_LETTERS
 
 GPT2_PIECES = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 # What a pattern may be made of: classes of characters, letters, groups, a look ahead, repetitions.
 ATOM = r"\\p\{[A-Z][a-z]?\}|\\[sSrnt]|[A-Za-z' /]"
-SAFE_PATTERN = regex.compile(
+SAFE_PATTERN = re.compile(
     rf"(?:{ATOM}|\[\^?(?:{ATOM})+\]|\(\?i:|\(\?:|\(\?!|\(|\)|\||[?*+]|\{{\d+(?:,\d*)?\}}(?![?+]))+"
 )
 PROBE = (
@@ -55,6 +55,8 @@ def build_encoder(
     # They are looked for in the text before it is cut.
     if len(spelled) > 64 or not is_normal or not SAFE_PATTERN.fullmatch(pattern):
         return whole
+    import regex  # here: a GPU lent bare, which trains on random tokens, has none
+
     contents = [token.content for token in spelled]
     encoder = _PieceEncoder(fast, whole, regex.compile(pattern), contents, normalizer is not None)
     return encoder if encoder.knows(set(map(chr, range(128)))) else whole

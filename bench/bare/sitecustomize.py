@@ -11,10 +11,12 @@ from types import ModuleType
 LACKING = (
     "datasets",
     "datatrove",
+    "httpx2",
     "huggingface_hub",
     "lm_eval",
     "matplotlib",
     "pyarrow",
+    "regex",
     "safetensors",
     "scipy",
     "tiktoken",
