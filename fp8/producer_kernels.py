@@ -31,6 +31,9 @@ ROWS, COLUMNS, WARPS = 64, 64, 8
 # A norm reads whole rows, 32 of them, and a second time: 32 warps fill an SM, so that few enough
 # programs run at a time for the L2 cache to still hold them.
 NORM_ROWS, NORM_COLUMNS, NORM_WARPS = 32, 512, 32
+# Its gradient holds twice as many values of an element: with 512 columns Triton 3.6 and 3.9 put
+# some of them on the stack, since 32 warps leave 64 registers for a thread.
+NORM_GRAD_COLUMNS = 256
 
 
 def launch(
@@ -147,7 +150,7 @@ def launch_norm_grad(
         n_tiles,
         **rounding(q.dtype),
         ROWS=NORM_ROWS,
-        COLUMNS=min(NORM_COLUMNS, triton.next_power_of_2(C)),
+        COLUMNS=min(NORM_GRAD_COLUMNS, triton.next_power_of_2(C)),
         num_warps=NORM_WARPS,
     )
 
@@ -315,20 +318,20 @@ def rope_grad(
     """A program takes both halves of one head of q, k or v, since RoPE mixes them."""
     s = tl.load(scale)
     m0, head = corner(ROWS, 1)
-    is_turned = head < H + K
+    n_turned = HALF  # columns of each half that RoPE turns: in v none
     if head < H:
         grad, heads, number = grad_q, H, head
-    elif is_turned:
+    elif head < H + K:
         grad, heads, number = grad_k, K, head - H
     else:
-        grad, heads, number = grad_v, K, head - H - K
+        grad, heads, number, n_turned = grad_v, K, head - H - K, 0
     stride = heads * (2 * HALF)
     grad += m0.to(tl.int64) * stride + number * (2 * HALF)
     first_even, second_even = _turned_back(
-        grad, cos, sin, m0, 0, M, T, stride, is_turned, HALF, ROWS, COLUMNS
+        grad, cos, sin, m0, 0, M, T, stride, n_turned, HALF, ROWS, COLUMNS
     )
     first_odd, second_odd = _turned_back(
-        grad, cos, sin, m0, 1, M, T, stride, is_turned, HALF, ROWS, COLUMNS
+        grad, cos, sin, m0, 1, M, T, stride, n_turned, HALF, ROWS, COLUMNS
     )
     _raise_amax(amax, first_even, first_odd)
     _raise_amax(amax, second_even, second_odd)
@@ -365,17 +368,20 @@ def _turned_back(
     M: tl.tensor,
     T: tl.tensor,
     stride: tl.tensor,
-    is_turned: tl.tensor,
+    n_turned: tl.tensor,
     HALF: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Both halves of a head in the even or odd rows from m0 on, to which grad points."""
+    """Both halves of a head in the even or odd rows from m0 on, to which grad points; their first
+    n_turned columns turned back. No flag: Triton 3.9's interpreter makes an integer of one, which
+    it takes for no mask."""
     m, k = 2 * tl.arange(0, ROWS // 2)[:, None] + ODD, tl.arange(0, COLUMNS)[None, :]
     inside = (m < M - m0) & (k < HALF)
     angle = (m0 + m) % T * HALF + k
-    c = tl.load(cos + angle, mask=inside & is_turned, other=1.0)
-    d = tl.load(sin + angle, mask=inside & is_turned, other=0.0)
+    is_turned = inside & (k < n_turned)
+    c = tl.load(cos + angle, mask=is_turned, other=1.0)
+    d = tl.load(sin + angle, mask=is_turned, other=0.0)
     first = tl.load(grad + (m * stride + k), mask=inside, other=0.0)
     second = tl.load(grad + (m * stride + HALF + k), mask=inside, other=0.0)
     a, b = first.to(tl.float32), second.to(tl.float32)
@@ -491,6 +497,7 @@ def norm_grad(
         along_x_even = cubed_even * (tl.reduce(along_even, 1, _plus) / C)
         along_x_odd = cubed_odd * (tl.reduce(along_odd, 1, _plus) / C)
         tl.debug_barrier()  # the next tile reads sums that other threads have written
+        largest = tl.full((ROWS // 2, COLUMNS), 0, tl.int32)
         for k0 in range(0, C, COLUMNS):
             m, k, inside = even_rows(m0, k0, M, C, ROWS, COLUMNS)
             at = start + (m * C + k0 + k)
@@ -503,10 +510,11 @@ def norm_grad(
             odd = _sum(_rounded_to(odd, x.dtype.element_ty), grad_total + at + C, inside)
             tl.store(grad_x + at, even.to(grad_x.dtype.element_ty), mask=inside)
             tl.store(grad_x + at + C, odd.to(grad_x.dtype.element_ty), mask=inside)
-            _raise_amax(amax, even, odd)
+            largest = tl.maximum(largest, _larger_magnitude(even, odd))
             store_both(
                 even * s, odd * s, q, qt, m0, k0, M, C, C - k0, FORMAT, LARGEST, ROWS, COLUMNS
             )
+        tl.atomic_max(amax, tl.reduce(largest, None, _larger))
 
 
 @triton.jit
@@ -546,11 +554,17 @@ def _rounded_to(value: tl.tensor, dtype: tl.constexpr):
 
 @triton.jit
 def _raise_amax(amax: tl.tensor, even: tl.tensor, odd: tl.tensor):
-    """Raise amax, the bits of an fp32 number, to the largest magnitude of a tile. Without signs,
-    bits are in the order of their numbers, and NaN's are above infinity's: it stays."""
+    """Raise amax, the bits of an fp32 number, to the largest magnitude of a tile."""
+    tl.atomic_max(amax, tl.reduce(_larger_magnitude(even, odd), None, _larger))
+
+
+@triton.jit
+def _larger_magnitude(even: tl.tensor, odd: tl.tensor):
+    """Of two fp32 numbers, as bits. Without signs, bits are in the order of their numbers, and
+    NaN's are above infinity's: it stays."""
     even_bits = even.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     odd_bits = odd.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    tl.atomic_max(amax, tl.reduce(tl.maximum(even_bits, odd_bits), None, _larger))
+    return tl.maximum(even_bits, odd_bits)
 
 
 # Not tl.sum and tl.max: they are kernels themselves, interpreted or not since their import.

@@ -37,7 +37,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch):
 
 
 # Tiles so small that even small tensors have many; or those in use.
-SMALL = {"ROWS": 32, "COLUMNS": 16, "NORM_ROWS": 16, "NORM_COLUMNS": 32}
+SMALL = {"ROWS": 32, "COLUMNS": 16, "NORM_ROWS": 16, "NORM_COLUMNS": 32, "NORM_GRAD_COLUMNS": 32}
 TILES = pytest.mark.parametrize("tile", [SMALL, {}], ids=["small tiles", "those in use"])
 SCALE = torch.tensor(0.37)
 
