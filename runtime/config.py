@@ -103,8 +103,9 @@ class ParallelConfig:
     recompute: bool = False
     # block starts sooner; several ranks always compile block by block
     compile: bool | Literal["model", "block", "off"] = "model"
-    # on CPUs: BF16 matmuls and attention in fp32, each result rounded once
-    cpu_fp32: bool = False
+    # on CPUs: BF16 matmuls and attention in fp32, each result rounded once; auto: where the CPU has
+    # no BF16 units
+    cpu_fp32: bool | Literal["auto"] = False
     # seconds that a step may stand still before the job ends and says where
     timeout: float = above_zero(300.0)
     # the same until the first step is done (compilation, loading), and for a save

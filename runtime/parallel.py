@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from fp8 import bf16_in_fp32, producers
 from fp8.convert import convert, keep_bf16_copies
 from fp8.inductor_repair import repair_clamps
+from fp8.matmul import has_bf16_units
 from fp8.precision import Precision
 from fp8.recipes import RECIPES, needs_precision_casts
 from fp8.selection import Casting, Layer, casting
@@ -141,7 +142,7 @@ def check_world(config: Config, size: int, device: torch.device) -> None:
             "fp8.all_gather=true cannot gather the head as float8 while the embedding shares its"
             " weight: set fp8.head=false, model.tied=false or fp8.all_gather=false"
         )
-    if p.cpu_fp32 and device.type != "cpu":
+    if p.cpu_fp32 is True and device.type != "cpu":
         raise UserError(f"parallel.cpu_fp32=true is for CPUs, not for {device.type}: drop it")
 
 
@@ -446,6 +447,14 @@ class Built:
     precision: Precision  # what the training loop asks of FP8
 
 
+def multiplies_in_fp32(config: Config, device: torch.device) -> bool:
+    """Whether BF16 values are multiplied in fp32: parallel.cpu_fp32."""
+    choice = config.parallel.cpu_fp32
+    if choice == "auto":
+        return device.type == "cpu" and not has_bf16_units()
+    return choice
+
+
 def build(config: Config, world: World) -> Built:
     """Build on the meta device, so that no rank ever holds the whole model: swap the Linears,
     shard, compile, then allocate. Raises UserError where the config's fp8 or parallel does not fit
@@ -455,7 +464,8 @@ def build(config: Config, world: World) -> Built:
     loss_scale = world.size / config.data.tokens_per_step
     cast_by = casting(config.fp8, world.device.type, world.has_whole_weights)
     layers = convert(model, config.fp8, loss_scale, world.device.type, cast_by.is_ours)
-    if config.parallel.cpu_fp32:
+    is_in_fp32 = multiplies_in_fp32(config, world.device)
+    if is_in_fp32:
         bf16_in_fp32.convert(model)
     elif world.has_whole_weights:
         keep_bf16_copies(model)
@@ -466,6 +476,8 @@ def build(config: Config, world: World) -> Built:
     if config.parallel.recompute:
         for number, block in enumerate(model.blocks()):
             model.layers[number] = RecomputedBlock(block)
+    if is_in_fp32 and config.parallel.cpu_fp32 == "auto":
+        flags.append("matmuls: BF16 values in fp32, as this CPU has no BF16 units (cpu_fp32=auto)")
     if config.fp8.scaling == "bounded":
         flags.append(producers.describe(model))
     shard(model, world, config.parallel.reshard)

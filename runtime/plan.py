@@ -544,12 +544,13 @@ def cpu_estimate(config: Config, world: parallel.World) -> str | None:
     emulated_share = sum(layer.params for layer in layers if layer.recipe) / sum(
         layer.params for layer in layers
     )
-    # Emulated FP8 multiplies in fp32 where a CPU has no BF16 units, or is not to use them.
-    uses_units = has_bf16_units() and not config.parallel.cpu_fp32
-    emulation_dtype = torch.bfloat16 if uses_units else torch.float32
-    s_per_flop = emulated_share / cpu_matmul_speed(emulation_dtype) + (
-        1 - emulated_share
-    ) / cpu_matmul_speed(torch.bfloat16)
+    bf16_dtype = emulation_dtype = torch.bfloat16
+    if parallel.multiplies_in_fp32(config, world.device):
+        bf16_dtype = emulation_dtype = torch.float32
+    elif not has_bf16_units():
+        emulation_dtype = torch.float32
+    s_per_flop = emulated_share / cpu_matmul_speed(emulation_dtype)
+    s_per_flop += (1 - emulated_share) / cpu_matmul_speed(bf16_dtype)
     step_s = flops_per_token * config.tokens_at(1) * s_per_flop / world.size
     run_s = flops * s_per_flop / world.size
     built = "built and compiled" if config.parallel.compile else "built"

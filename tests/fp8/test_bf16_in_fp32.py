@@ -14,7 +14,7 @@ from lib.errors import UserError
 from model import Attention, GPTConfig, Linear
 from runtime import parallel
 from runtime.config import Config
-from tests.conftest import changed
+from tests.conftest import ALONE, changed
 from tests.helpers.faults import Run, rows
 
 SIZE = GPTConfig(n_layer=2, n_head=2, n_embd=64, n_ffn=96, n_ctx=32, vocab_size=257)
@@ -93,6 +93,41 @@ def test_two_ranks_train_what_one_process_trains(
     tolerance = 2e-3 if shard == 2 and recipe != "off" else 1e-4
     losses = [row["loss"] for row in rows(alone)]
     assert [row["loss"] for row in rows(together)] == pytest.approx(losses, rel=tolerance)
+
+
+@pytest.mark.parametrize(
+    "choice, has_units, device, is_in_fp32",
+    [
+        ("auto", False, "cpu", True),
+        ("auto", True, "cpu", False),
+        ("auto", False, "cuda", False),
+        ("true", True, "cpu", True),
+        ("false", False, "cpu", False),
+    ],
+)
+def test_auto_is_for_cpus_without_bf16_units(
+    choice: str,
+    has_units: bool,
+    device: str,
+    is_in_fp32: bool,
+    tiny: Config,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(parallel, "has_bf16_units", lambda: has_units)
+    config = changed(tiny, f"parallel.cpu_fp32={choice}")
+    parallel.check_world(config, 1, torch.device(device))
+    assert parallel.multiplies_in_fp32(config, torch.device(device)) == is_in_fp32
+
+
+@pytest.mark.parametrize("has_units", [True, False])
+def test_a_start_says_what_auto_has_found(
+    has_units: bool, tiny: Config, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(parallel, "has_bf16_units", lambda: has_units)
+    built = parallel.build(changed(tiny, "parallel.cpu_fp32=auto"), ALONE)
+    types = {type(module) for module in built.model.modules()}
+    assert (bf16_in_fp32.LinearInFp32 in types) == (not has_units)
+    assert any("no BF16 units" in flag for flag in built.flags) == (not has_units)
 
 
 def test_a_gpu_is_refused(tiny: Config):

@@ -263,6 +263,17 @@ def test_a_large_model_without_a_gpu_is_announced_with_an_estimate(
     assert cpu_estimate(large, World(0, 0, 1, torch.device("cuda"))) is None
 
 
+@pytest.mark.parametrize("recipe", ["off", "tensorwise"])
+def test_an_estimate_is_by_the_speed_of_the_matmuls_that_a_run_has(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+):
+    timed = []
+    monkeypatch.setattr("runtime.plan.cpu_matmul_speed", lambda dtype: timed.append(dtype) or 1e11)
+    words = f"fp8.recipe={recipe} parallel.cpu_fp32=true"
+    cpu_estimate(changed(load_config(ROOT / "configs/gpt350m_bf16.py"), words), ALONE)
+    assert set(timed) == {torch.float32}
+
+
 def test_a_log_that_was_opened_before_the_start_keeps_no_run_out(
     tiny: Config, run: Callable[..., str]
 ):
