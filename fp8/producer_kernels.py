@@ -31,7 +31,7 @@ ROWS, COLUMNS, WARPS = 64, 64, 8
 # A norm reads whole rows, 32 of them, and a second time: 32 warps fill an SM, so that few enough
 # programs run at a time for the L2 cache to still hold them.
 NORM_ROWS, NORM_COLUMNS, NORM_WARPS = 32, 512, 32
-# Its gradient holds twice as many values of an element: with 512 columns Triton 3.6 and 3.9 put
+# Its gradient keeps twice as many values for each element: with 512 columns Triton 3.6 and 3.9 put
 # some of them on the stack, since 32 warps leave 64 registers for a thread.
 NORM_GRAD_COLUMNS = 256
 
@@ -375,7 +375,7 @@ def _turned_back(
 ):
     """Both halves of a head in the even or odd rows from m0 on, to which grad points; their first
     n_turned columns turned back. No flag: Triton 3.9's interpreter makes an integer of one, which
-    it takes for no mask."""
+    it refuses as a mask."""
     m, k = 2 * tl.arange(0, ROWS // 2)[:, None] + ODD, tl.arange(0, COLUMNS)[None, :]
     inside = (m < M - m0) & (k < HALF)
     angle = (m0 + m) % T * HALF + k

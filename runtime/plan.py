@@ -118,7 +118,7 @@ def _count_checkpoints(config: Config) -> int:
 
 def plan(config: Config, gpu: str) -> list[str]:
     """The plan of a run on GPUs of this name ("" where none is named), as lines. Raises UserError
-    for an unknown GPU."""
+    for an unknown GPU, and where candidates() finds no micro-batch."""
     if gpu and peak_flops(gpu) is None:
         raise UserError(
             f"--plan {gpu}: the peak of that GPU is not in runtime/log.py; try h100, h200, b200 or"
@@ -126,6 +126,8 @@ def plan(config: Config, gpu: str) -> list[str]:
         )
     config, holders = _as_started(config, gpu)
     costs = count_costs(config, gpu)
+    if config.data.micro_batch == "auto":
+        candidates(config, costs.n_gpus)  # refused where the start would find none
     lines = [f"plan of {config.run}: nothing is trained", *holders]
     for section in (
         _describe_parameters(config, costs),
@@ -611,13 +613,6 @@ def _decide(config: Config, world: parallel.World) -> int:
             flush=True,
         )
         return begun_with
-    if not numbers:
-        raise UserError(
-            "data.micro_batch=auto: no micro-batch of whole sequences has a multiple of"
-            f" {multiple_of(config.fp8.recipe)} tokens, which fp8.recipe={config.fp8.recipe}"
-            f" needs, and divides data.tokens_per_step={config.data.tokens_per_step} evenly"
-            f" (processes: {world.size}): change model.n_ctx or data.tokens_per_step"
-        )
     # refuses data that the run would refuse, before trials
     Data(config, *load_tokenizer(tokenizer_of(config.run_dir, config.data.tokenizer)).hashes)
     # the same computation in one process
@@ -662,13 +657,22 @@ def _first_to_try(numbers: list[int], n_ctx: int) -> int:
 
 
 def candidates(config: Config, size: int) -> list[int]:
-    """Powers of two and three times them by which `size` ranks can share a step, ascending."""
+    """Powers of two and three times them by which `size` ranks can share a step, ascending. Raises
+    UserError where there is none."""
     numbers = []
     powers = [2**k for k in range(config.accumulation(size).bit_length())]  # to a rank's sequences
     for n in sorted([*powers, *(3 * power for power in powers)]):
         with suppress(UserError):  # it does not divide a step, or FP8 has no tiles for it
             apply_overrides(config, [f"data.micro_batch={n}"]).accumulation(size)
             numbers.append(n)
+    if not numbers:
+        among_ranks = f" among {size} ranks" if size > 1 else ""
+        raise UserError(
+            "data.micro_batch=auto: no micro-batch of whole sequences has a multiple of"
+            f" {multiple_of(config.fp8.recipe)} tokens, which fp8.recipe={config.fp8.recipe}"
+            f" needs, and divides data.tokens_per_step={config.data.tokens_per_step} evenly"
+            f"{among_ranks}: change model.n_ctx or data.tokens_per_step"
+        )
     return numbers
 
 

@@ -44,8 +44,10 @@ class RecipeGap:
     as_trained: Estimate  # of each run evaluated in the precision that it was trained in
     pairs: int  # how many
     sizes: int  # how many it has pairs of
-    over_sizes: Estimate | None  # its change per decade of N; null below three sizes
-    over_tokens: Estimate | None  # its change per doubling of D at a size; null without two budgets
+    # change of 100 ln(L_FP8 / L_BF16) per decade of N; null below three sizes
+    over_sizes: Estimate | None
+    # the same per doubling of D at a size; null without two budgets
+    over_tokens: Estimate | None
     verdict: str  # in words
     tost_p: float | None  # p of the test that it lies within the margin; null without one
     # the smallest gap [%] that so many pairs see with a probability of 80 %; null: no spread

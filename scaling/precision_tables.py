@@ -96,8 +96,9 @@ def _explain_large_gaps(result: PrecisionResult, words: Words) -> list[str]:
     if abs(farthest) <= LARGE_GAP:
         return []
     return [
-        f"Over all sizes a gap is 100 ln(loss / loss of {words.baseline}): {farthest:+.3g} % here"
-        f" is a loss that differs by {100 * math.expm1(farthest / 100):+.3g} %."
+        f"Over all sizes a gap and its changes are in 100 ln(loss / loss of {words.baseline});"
+        f" {farthest:+.3g} % here is a loss that differs by"
+        f" {100 * math.expm1(farthest / 100):+.3g} %."
     ]
 
 

@@ -124,18 +124,21 @@ def difference_table(pairs: Sequence[Pair]) -> Table:
 
 
 def guard_table(records: Sequence[Record]) -> Table:
+    """Of the study's runs alone: others, which stand in no pair, are named below the tables."""
     header = ["the guard's skipped steps", "runs", "with skipped steps", "most in a run"]
     table = [[*header, "rolled back"]]
+    names = [RUN.fullmatch(record.run_id) for record in records]
+    runs = [(name["size"], record) for name, record in zip(names, records, strict=True) if name]
     for size in SIZES:
-        of_size = [record for record in records if _read_name(record.run_id)["size"] == size]
+        of_size = [record for its_size, record in runs if its_size == size]
         if of_size:
             table.append([size, *_guard_counts(of_size)])
-    table.append(["all sizes", *_guard_counts(records)])
+    table.append(["all sizes", *_guard_counts([record for _, record in runs])])
     return table
 
 
 def _guard_counts(records: Sequence[Record]) -> list[str]:
-    skipped = [_skipped(record) for record in records]
+    skipped = [record.summary["skipped_steps"] for record in records]
     n_rolled_back = sum(record.summary["rollbacks"] > 0 for record in records)
     n_with_skips = sum(n > 0 for n in skipped)
     return [
@@ -157,7 +160,7 @@ def skip_table(pairs: Sequence[Pair]) -> Table:
 
 def null_table(nulls: Sequence[Pair]) -> Table:
     """The root mean square of 100 ln(L / L), by tokens per parameter."""
-    table = [["same seed, sums in other parts", "pairs", "root mean square"]]
+    table = [["null, at tokens per parameter", "pairs", "root mean square"]]
     for budget in _budgets(nulls):
         at_budget = [null for null in nulls if _budget(null) == budget]
         table.append([str(budget), str(len(at_budget)), _root_mean_square(at_budget)])

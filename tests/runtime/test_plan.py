@@ -579,6 +579,12 @@ def test_mistakes_are_told_before_any_trial(tiny: Config, trials, words: str, se
     assert not trials.called
 
 
+def test_a_plan_is_refused_where_auto_has_nothing_to_try(tiny: Config):
+    words = "data.micro_batch=auto fp8.recipe=mxfp8 model.n_ctx=8 data.tokens_per_step=24"
+    with pytest.raises(UserError, match="no micro-batch of whole sequences"):
+        plan.plan(changed(tiny, words), "h100")
+
+
 def test_trials_are_of_the_whole_run_on_one_device(
     tiny: Config, trials, monkeypatch: pytest.MonkeyPatch
 ):

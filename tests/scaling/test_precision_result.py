@@ -72,7 +72,8 @@ def test_the_trend_over_sizes_is_over_the_studys_count(
 ) -> None:
     result = analysed(nonembed, convention)
     x = [log_count(pair, count) for pair in result.pairs]
-    slope, _ = np.polyfit(x, [pair.gap_bf16.percent for pair in result.pairs], 1)
+    log_percents = [100 * math.log1p(pair.gap_bf16.percent / 100) for pair in result.pairs]
+    slope, _ = np.polyfit(x, log_percents, 1)
     trend = result.common["tensorwise"].over_sizes
     assert trend is not None and trend.mean == pytest.approx(slope, rel=1e-6)
 

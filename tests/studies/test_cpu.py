@@ -375,10 +375,22 @@ def test_runs_that_skipped_steps_are_counted_by_size(printed_tables: Tables, sum
     assert row["rolled back"] == str(sum(summary["rollbacks"] > 0 for summary in of_size))
 
 
+def test_a_run_that_was_rolled_back_is_counted_and_another_studys_is_not(tables):
+    runs = {"cpu_30k_bf16_t5_s1": (2, 1), "cpu_30k_bf16_t5_s2": (0, 0), "other": (9, 9)}
+    records = [
+        SimpleNamespace(run_id=run, summary={"skipped_steps": skipped, "rollbacks": rollbacks})
+        for run, (skipped, rollbacks) in runs.items()
+    ]
+    assert tables.guard_table(records)[1:] == [
+        ["30k", "2", "1", "2", "1"],
+        ["all sizes", "2", "1", "2", "1"],
+    ]
+
+
 def test_nulls_by_budget_are_root_mean_squares(printed_tables: Tables, summaries):
     gaps = gaps_by_seed(summaries, "bf16_null")
     at_budget = [by_budget[40] for by_budget in gaps.values() if 40 in by_budget]
-    row = row_of(printed_tables, "same seed, sums in other parts", "40")
+    row = row_of(printed_tables, "null, at tokens per parameter", "40")
     assert row["pairs"] == str(len(at_budget))
     root_mean_square = math.sqrt(sum(gap**2 for gap in at_budget) / len(at_budget))
     assert float(row["root mean square"]) == pytest.approx(root_mean_square, abs=5e-3)
