@@ -546,11 +546,11 @@ def cpu_estimate(config: Config, world: parallel.World) -> str | None:
     emulated_share = sum(layer.params for layer in layers if layer.recipe) / sum(
         layer.params for layer in layers
     )
-    bf16_dtype = emulation_dtype = torch.bfloat16
+    bf16_dtype = torch.bfloat16
     if parallel.multiplies_in_fp32(config, world.device):
-        bf16_dtype = emulation_dtype = torch.float32
-    elif not has_bf16_units():
-        emulation_dtype = torch.float32
+        bf16_dtype = torch.float32
+    # Emulated FP8 multiplies in fp32 also where a CPU has no BF16 units.
+    emulation_dtype = bf16_dtype if has_bf16_units() else torch.float32
     s_per_flop = emulated_share / cpu_matmul_speed(emulation_dtype)
     s_per_flop += (1 - emulated_share) / cpu_matmul_speed(bf16_dtype)
     step_s = flops_per_token * config.tokens_at(1) * s_per_flop / world.size

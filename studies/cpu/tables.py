@@ -99,11 +99,12 @@ def gap_table(pairs: Sequence[Pair]) -> Table:
 
 
 def budget_table(pairs: Sequence[Pair]) -> Table:
+    budgets = _budgets(pairs)
     table = [["arm", "tokens per parameter", *SIZES]]
     for arm, of_arm in _by_arm(pairs):
         if arm not in BY_BUDGET:
             continue
-        for budget in _budgets(pairs):
+        for budget in budgets:
             at_budget = [pair for pair in of_arm if _budget(pair) == budget]
             table.append([arm, str(budget), *map(_gap, _by_size(at_budget))])
     return table
@@ -125,15 +126,19 @@ def difference_table(pairs: Sequence[Pair]) -> Table:
 
 def guard_table(records: Sequence[Record]) -> Table:
     """Of the study's runs alone: others, which stand in no pair, are named below the tables."""
+    of_study: list[Record] = []
+    by_size: dict[str, list[Record]] = {size: [] for size in SIZES}
+    for record in records:
+        match = RUN.fullmatch(record.run_id)
+        if match is not None:
+            of_study.append(record)
+            by_size[match["size"]].append(record)
     header = ["the guard's skipped steps", "runs", "with skipped steps", "most in a run"]
     table = [[*header, "rolled back"]]
-    names = [RUN.fullmatch(record.run_id) for record in records]
-    runs = [(name["size"], record) for name, record in zip(names, records, strict=True) if name]
-    for size in SIZES:
-        of_size = [record for its_size, record in runs if its_size == size]
+    for size, of_size in by_size.items():
         if of_size:
             table.append([size, *_guard_counts(of_size)])
-    table.append(["all sizes", *_guard_counts([record for _, record in runs])])
+    table.append(["all sizes", *_guard_counts(of_study)])
     return table
 
 
@@ -141,10 +146,8 @@ def _guard_counts(records: Sequence[Record]) -> list[str]:
     skipped = [record.summary["skipped_steps"] for record in records]
     n_rolled_back = sum(record.summary["rollbacks"] > 0 for record in records)
     n_with_skips = sum(n > 0 for n in skipped)
-    return [
-        str(number)
-        for number in (len(records), n_with_skips, max(skipped, default=0), n_rolled_back)
-    ]
+    counts = (len(records), n_with_skips, max(skipped, default=0), n_rolled_back)
+    return [str(count) for count in counts]
 
 
 def skip_table(pairs: Sequence[Pair]) -> Table:

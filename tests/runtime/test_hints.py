@@ -263,15 +263,33 @@ def test_a_large_model_without_a_gpu_is_announced_with_an_estimate(
     assert cpu_estimate(large, World(0, 0, 1, torch.device("cuda"))) is None
 
 
-@pytest.mark.parametrize("recipe", ["off", "tensorwise"])
+@pytest.mark.parametrize(
+    "words, has_units, dtypes",
+    [
+        ("fp8.recipe=off", False, {torch.bfloat16}),
+        ("fp8.recipe=tensorwise", False, {torch.bfloat16, torch.float32}),
+        ("fp8.recipe=tensorwise", True, {torch.bfloat16}),
+        ("fp8.recipe=off parallel.cpu_fp32=true", True, {torch.float32}),
+        ("fp8.recipe=tensorwise parallel.cpu_fp32=true", True, {torch.float32}),
+    ],
+)
 def test_an_estimate_is_by_the_speed_of_the_matmuls_that_a_run_has(
-    recipe: str, monkeypatch: pytest.MonkeyPatch
+    words: str, has_units: bool, dtypes: set[torch.dtype], monkeypatch: pytest.MonkeyPatch
 ):
-    timed = []
-    monkeypatch.setattr("runtime.plan.cpu_matmul_speed", lambda dtype: timed.append(dtype) or 1e11)
-    words = f"fp8.recipe={recipe} parallel.cpu_fp32=true"
-    cpu_estimate(changed(load_config(ROOT / "configs/gpt350m_bf16.py"), words), ALONE)
-    assert set(timed) == {torch.float32}
+    """A type whose matmuls are slower makes the estimate longer where the run has such matmuls."""
+    config = changed(load_config(ROOT / "configs/gpt350m_bf16.py"), words)
+    monkeypatch.setattr("runtime.plan.has_bf16_units", lambda: has_units)
+
+    def estimate(slow: torch.dtype | None) -> str | None:
+        speeds = {torch.bfloat16: 1e12, torch.float32: 1e12}
+        if slow is not None:
+            speeds[slow] = 1e11
+        monkeypatch.setattr("runtime.plan.cpu_matmul_speed", speeds.__getitem__)
+        return cpu_estimate(config, ALONE)
+
+    usual = estimate(None)
+    longer = {dtype for dtype in (torch.bfloat16, torch.float32) if estimate(dtype) != usual}
+    assert longer == dtypes
 
 
 def test_a_log_that_was_opened_before_the_start_keeps_no_run_out(
