@@ -122,19 +122,21 @@ def _check(out: Path, new: Path) -> int:
 
 
 def choose_cells(groups: list[list[Cell]], names: Sequence[str]) -> list[list[Cell]]:
-    """Each group's BF16 cell and those of `names`, all where there are none. Raises UserError for a
-    name that no cell has."""
-    cell_names = [cell.name for _, *members in groups for cell in members]
-    for name in names:
-        if name not in cell_names:
+    """All groups where there are no `names`. Else the cells of these names, in their order, in one
+    group for each BF16 cell: what is timed in turns with the same BF16 cells costs the fewest of
+    them. Raises UserError for a name that no cell has."""
+    if not names:
+        return groups
+    group_of = {cell.name: (group[0], cell) for group in groups for cell in group[1:]}
+    chosen_groups: dict[str, list[Cell]] = {}
+    for name in dict.fromkeys(names):
+        if name not in group_of:
             raise UserError(
-                f"cells={name!r} is no FP8 cell of this suite{nearest(name, cell_names)}"
+                f"cells={name!r} is no FP8 cell of this suite{nearest(name, list(group_of))}"
             )
-    chosen_groups = []
-    for baseline, *members in groups:
-        members = [cell for cell in members if not names or cell.name in names]
-        chosen_groups.append([baseline, *members])
-    return chosen_groups
+        baseline, cell = group_of[name]
+        chosen_groups.setdefault(repr(baseline), [baseline]).append(cell)
+    return list(chosen_groups.values())
 
 
 def _report(out: Path) -> str:
