@@ -78,6 +78,13 @@ def train_arms(name: str, budget_s: float, folder: Path) -> str:
     return fourway_page(folder)
 
 
+def all_trained(name: str, folder: Path) -> bool:
+    """Whether each arm of a suite has trained as far as it was to, or had time to."""
+    suite = SUITES[name]
+    names = {_run_name(size, arm) for size, arm in itertools.product(suite.sizes, ARMS)}
+    return names <= {row.name for row in read_trainings(folder) if row.is_sound}
+
+
 def _train(suite: Suite, size: str, arm: str, folder: Path, limit_s: float) -> TrainingRow:
     precision, settings = ARMS[arm]
     overrides = [

@@ -82,7 +82,7 @@ def run_suite(
     groups_for: Callable[[Any], list[list[Cell]]],
 ) -> int:
     """The command bench/<name>.py. Returns the exit code: 0 done or out of budget, 1 a check
-    failed, 2 the user's mistake."""
+    or a training failed, 2 the user's mistake."""
 
     def work(options: Options) -> int | str:
         if options.suite in fourway.SUITES:
@@ -107,7 +107,8 @@ def _run_fourway(options: Options, name: str) -> int | str:
     folder = Path(options.out or ROOT / "bench" / "results" / options.suite)
     if options.table:
         return fourway.fourway_page(folder)
-    return fourway.train_arms(options.suite, options.budget, folder)
+    print(fourway.train_arms(options.suite, options.budget, folder))
+    return 0 if fourway.all_trained(options.suite, folder) else 1
 
 
 def _default_out(suite: str, name: str) -> Path:

@@ -3,6 +3,8 @@ parts here are processes of a line of Python."""
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
 from importlib import metadata
@@ -17,7 +19,7 @@ from bench.borrowed import PARTS, BorrowedPart, parts_table
 from bench.cells import groups_of, our_cell
 from bench.rows import CellFailure, FailedRow, TimedRow
 from lib.errors import UserError
-from lib.files import to_line
+from lib.files import read_bytes, to_line
 from lib.machine import GIB
 from runtime.config import load_config
 from runtime.data import Data
@@ -25,6 +27,7 @@ from runtime.environment import Environment
 from runtime.tokenizer import load_tokenizer
 from tests.conftest import ROOT, asked, process
 from tests.helpers.bench_rows import answer, judged
+from tests.helpers.faults import children, wait_for
 
 WRITES_TWO = (
     "import sys; from pathlib import Path;"
@@ -457,6 +460,50 @@ def test_memory_is_written_when_it_has_grown(tmp_path, monkeypatch):
     with pytest.raises(StopIteration):
         peak_memory._watch(tmp_path / "memory.jsonl")
     assert rows(tmp_path / "memory.jsonl") == [{"mem_gib": 3.0}, {"mem_gib": 4.0}]
+
+
+def test_a_training_ends_with_who_asked_for_it(tmp_path):
+    """Else it would go on beside what is timed after a part that was cut."""
+    words = ["-m", "bench.trainings", "configs/gpt50m_bf16.py", f"out={tmp_path}", "steps=500"]
+    words += [f"set={','.join((*TOY, *STEP, 'parallel.compile=off'))}"]
+    parent = subprocess.Popen([sys.executable, *words], cwd=ROOT, stdout=subprocess.DEVNULL)
+    (training,) = wait_for(lambda: children(parent.pid))
+    parent.kill()
+    parent.wait()
+    wait_for(lambda: not read_bytes(f"/proc/{training}/cmdline"), 10)
+
+
+def row_of_training(steps: int, failure: str | None) -> trainings.TrainingRow:
+    shape = {"tokens_per_step": 32, "context": 32, "micro_batch": 1, "is_compiled": False}
+    names = {"name": "n", "config": "c", "overrides": [], "label": "bf16"}
+    losses = [1.0] * steps
+    return trainings.TrainingRow(**names, **shape, steps=steps, losses=losses, failure=failure)
+
+
+@pytest.mark.parametrize(
+    "steps, failure, code",
+    [(3, None, 0), (2, trainings.STOPPED, 0), (0, trainings.STOPPED, 1), (2, "nan", 1)],
+    ids=["whole", "stopped", "stopped before its first step", "failed"],
+)
+def test_the_exit_code_says_whether_all_trainings_are_sound(
+    monkeypatch, capsys, steps, failure, code
+):
+    """By it bench.borrowed tells a part that is done."""
+    row = row_of_training(steps, failure)
+    monkeypatch.setattr(trainings, "train_on_noise", lambda *_, **__: row)
+    asked(capsys, trainings.main, "configs/gpt50m_bf16.py", code=code)
+
+
+def test_trainings_share_the_seconds_that_there_are(monkeypatch, capsys):
+    limits = []
+
+    def train(*_, limit_s: float, **__):
+        limits.append(limit_s)
+        return row_of_training(1, None)
+
+    monkeypatch.setattr(trainings, "train_on_noise", train)
+    asked(capsys, trainings.main, "configs/gpt50m_bf16.py", "configs/gpt50m_fp8.py", "seconds=60")
+    assert limits == pytest.approx([30, 60], abs=1)
 
 
 def test_a_training_whose_time_is_up_says_so(tmp_path):
