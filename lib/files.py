@@ -36,8 +36,8 @@ def to_line(row: dict) -> bytes:
 
 
 def append_line(path: Path, line: bytes) -> None:
-    """Add a line to a file of JSON lines. Where a kill or a full disk has cut the last line short, a
-    line's end goes before it: glued to the rest, the new line would be damaged too."""
+    """Add a line to a file of JSON lines. Where a kill or a full disk has cut the last one short,
+    a line's end goes before it: glued to the rest, the new line would be damaged too."""
     with open(path, "ab+") as file:
         is_cut = file.seek(0, os.SEEK_END) > 0 and not _ends_in_newline(file)
         file.write((b"\n" if is_cut else b"") + line)
