@@ -49,6 +49,9 @@ from tests.runtime.test_run import watched_steps
 pytestmark = pytest.mark.gpu
 
 
+# With --dist loadgroup one process has them all: each other one would train gpt125m anew.
+OF_SIXTY_STEPS = pytest.mark.xdist_group("sixty steps")
+
 KNOWN_BEFORE = ("delayed", "bounded")  # values of fp8.scaling
 
 
@@ -324,6 +327,7 @@ def losses_of(config: Config):
     return torch.tensor([row["loss"] for row in rows(config)])
 
 
+@OF_SIXTY_STEPS
 @pytest.mark.parametrize("arm", ["bf16", "fp8"])
 def test_gpt125m_learns_in_sixty_steps(sixty_steps, arm: str):
     losses = losses_of(sixty_steps[arm])
@@ -331,11 +335,13 @@ def test_gpt125m_learns_in_sixty_steps(sixty_steps, arm: str):
     assert {row["verdict"] for row in rows(sixty_steps[arm])} == {"OK"}
 
 
+@OF_SIXTY_STEPS
 def test_losses_of_gpt125m_in_fp8_are_near_bf16s_and_not_equal(sixty_steps):
     bf16, fp8 = losses_of(sixty_steps["bf16"]), losses_of(sixty_steps["fp8"])
     assert (fp8 / bf16 - 1).abs().max() < 0.03 and not torch.equal(fp8, bf16)
 
 
+@OF_SIXTY_STEPS
 @pytest.mark.parametrize("arm", ["bf16", "fp8"])
 def test_gpt125m_takes_the_memory_that_plan_says(sixty_steps, arm: str):
     page = "\n".join(plan.plan(sixty_steps[arm], "h100"))
@@ -343,6 +349,7 @@ def test_gpt125m_takes_the_memory_that_plan_says(sixty_steps, arm: str):
     assert summary(sixty_steps[arm])["mem_peak_gib"] == pytest.approx(planned, rel=0.05)
 
 
+@OF_SIXTY_STEPS
 @pytest.mark.skipif(not importlib.util.find_spec("pynvml"), reason="NVML is not installed")
 @pytest.mark.parametrize("arm", ["bf16", "fp8"])
 def test_rows_hold_what_the_gpu_measures(sixty_steps, arm: str):

@@ -60,9 +60,13 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         monkeypatch.setattr(borrowed, "PARTS", tuple(parts))
         words += (f"out={tmp_path / 'borrowed'}", f"rehearse={str(rehearse).lower()}")
         printed = asked(capsys, borrowed.main, *words, code=code)
-        return rows(tmp_path / "borrowed" / "borrowed.jsonl"), printed
+        return rows(folder_of(tmp_path, rehearse) / "borrowed.jsonl"), printed
 
     return run
+
+
+def folder_of(tmp_path: Path, rehearse: bool) -> Path:
+    return tmp_path / "borrowed/rehearsal" if rehearse else tmp_path / "borrowed"
 
 
 def rows(path: Path) -> list[dict]:
@@ -146,35 +150,251 @@ def test_one_part_cannot_take_the_time_of_all(call: Callable[..., Any], gpu: Non
     assert "not done after 2 s" in printed
 
 
-@pytest.mark.parametrize(
-    "run, ratio, failure, outcome",
-    [
-        ("y", 1.2, None, "done"),
-        ("y", None, "out of memory", "done"),
-        ("y", None, None, "cut"),
-        ("w", 1.2, None, "cut"),
-    ],
-    ids=["timed", "failed", "neither", "timed by an earlier call"],
+WRITES_ITS_WORDS = (
+    "import json, sys; from pathlib import Path;"
+    "Path(sys.argv[1], 'r.jsonl').write_text(json.dumps(sys.argv[2:]))"
 )
-def test_a_cell_that_got_no_row_is_named(call, gpu, monkeypatch, run, ratio, failure, outcome):
-    """The call itself began at "x"."""
-    row = row_of("350m", "tensorwise", ratio)
-    row = replace(row, provenance=replace(row.provenance, run=run))
-    if failure:
-        head = {"cell": row.cell, "provenance": row.provenance, "wall_s": 1.0}
-        row = FailedRow(**head, failure=CellFailure(failure=failure))
-    monkeypatch.setattr(borrowed, "rows_on_gpu", lambda path: [row])
-    timing = replace(part("timing", ""), cells=("350m/tensorwise",))
+CELLS = ("350m/tensorwise", "350m/rowwise")
+
+
+def timing_part(*words: str, cells: tuple[str, ...] = CELLS) -> BorrowedPart:
+    """A part of cells, whose result is what it is given in the place of `words`."""
+    plain = part("timing", "", results="r.jsonl")
+    return replace(plain, words=("-c", WRITES_ITS_WORDS, "{out}", *words), cells=cells)
+
+
+def row_here(name: str, ratio: float | None = 1.2, wall_s: float = 20.0, **changes: Any):
+    """A row of a cell by the machine of `gpu`, whose call began at "y", after this one's at "x"."""
+    row = row_of(*name.split("/"), ratio)
+    setup = {"gpu": "x", "torch": "x", "run": "y"}
+    provenance = replace(row.provenance, **{**setup, **changes})
+    return replace(row, provenance=provenance, wall_s=wall_s)
+
+
+@pytest.fixture
+def cell_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list:
+    """The rows of cells once a part has run: to be filled."""
+    later: list = []
+
+    def rows_on_gpu(path: Path) -> list:
+        return later if list(tmp_path.glob("borrowed/timing/r.jsonl")) else []
+
+    monkeypatch.setattr(borrowed, "rows_on_gpu", rows_on_gpu)
+    return later
+
+
+def failed_row(row: TimedRow) -> FailedRow:
+    failure = CellFailure(failure="out of memory")
+    return FailedRow(cell=row.cell, provenance=row.provenance, wall_s=1.0, failure=failure)
+
+
+@pytest.mark.parametrize(
+    "changes, outcome",
+    [
+        ({}, "done"),
+        ({"ratio": None}, "cut"),
+        ({"run": "w"}, "cut"),
+        ({"gpu": "another"}, "cut"),
+        ({"torch": "another"}, "cut"),
+        ({"run": "w", "commit": "x", "dirty": False}, "done"),
+        ({"run": "w", "commit": "x", "dirty": True}, "cut"),
+    ],
+    ids=[
+        "timed",
+        "not compared",
+        "timed by an earlier call",
+        "on another GPU",
+        "with another torch",
+        "timed by an earlier call at this commit",
+        "timed by an earlier call of a changed tree",
+    ],
+)
+def test_a_cell_that_got_no_row_is_named(call, gpu, cell_rows, changes, outcome):
+    cell_rows.append(row_here("350m/tensorwise", **changes))
+    timing = timing_part(cells=("350m/tensorwise",))
     code = 0 if outcome == "done" else 1
-    lines, printed = call([timing], "seconds=60", code=code, rehearse=False)
+    lines, printed = call([timing], "seconds=600", code=code, rehearse=False)
     assert outcomes(lines) == {"timing": outcome}
     assert ("no row of 350m/tensorwise" in printed) is (outcome == "cut")
+
+
+def test_a_cell_that_failed_has_its_row(call, gpu, cell_rows):
+    cell_rows.append(failed_row(row_here("350m/tensorwise")))
+    timing = timing_part(cells=("350m/tensorwise",))
+    lines, _ = call([timing], "seconds=600", rehearse=False)
+    assert outcomes(lines) == {"timing": "done"}
+
+
+def test_a_second_call_times_the_cells_that_have_no_row_yet(call, gpu, cell_rows):
+    """A row of the first call counts, though the commit may be another by then."""
+    timing = timing_part("{cells}")
+    cell_rows.append(row_here("350m/tensorwise"))
+    for _ in range(2):
+        lines, _ = call([timing], "seconds=600", code=1, rehearse=False)
+    given = [line["result"] for line in lines if line["result"]]
+    assert given == [["350m/tensorwise,350m/rowwise"], ["350m/rowwise"]]
+
+
+def test_a_part_that_is_done_times_all_its_cells_again_where_it_is_named(
+    call, gpu, cell_rows, tmp_path
+):
+    timing = timing_part("{cells}")
+    cell_rows += [row_here(name, commit="x", dirty=False, run="w") for name in CELLS]
+    (tmp_path / "borrowed/timing").mkdir(parents=True)
+    (tmp_path / "borrowed/timing/r.jsonl").touch()
+    lines, _ = call([timing], "seconds=600", rehearse=False)
+    assert [line["outcome"] for line in lines] == ["done"], "all have rows"
+    lines, _ = call([timing], "seconds=600", "parts=timing", code=1, rehearse=False)
+    assert ["350m/tensorwise,350m/rowwise"] in [line["result"] for line in lines]
+
+
+@pytest.mark.parametrize("seconds, outcome", [(200, "left out"), (260, "cut")])
+def test_cells_begin_where_one_of_them_fits_between_two_of_bf16(
+    call, gpu, cell_rows, seconds, outcome
+):
+    """Three cells of 66 s, 22 s to start and to warm the GPU, 15 s at the end: 235 s."""
+    lines, _ = call([timing_part()], f"seconds={seconds}", code=1, rehearse=False)
+    assert outcomes(lines) == {"timing": outcome}
+
+
+def test_cells_are_expected_to_take_what_those_of_their_size_took(gpu, monkeypatch, tmp_path):
+    """Five cells in two turns, three of BF16: eight of 20 s and a tenth; 22 s to start and warm."""
+    monkeypatch.setattr(borrowed, "rows_on_gpu", lambda _: [row_here("350m/bf16", run="w")])
+    cells = tuple(f"350m/{number}" for number in range(5))
+    here = borrowed.Call(borrowed.Options(), tmp_path)
+    assert here.estimate(timing_part(cells=cells)) == pytest.approx(8 * 22 + 22)
+
+
+def test_the_budget_of_a_part_leaves_it_time_to_start_and_to_write(call, gpu):
+    """It may take twice 30 s, then it is killed."""
+    words = ("-c", WRITES_ITS_WORDS, "{out}", "{budget}")
+    slow = replace(part("slow", "", guess_s=30, results="r.jsonl"), words=words)
+    lines, _ = call([slow], "seconds=300", rehearse=False)
+    (budget,) = lines[0]["result"]
+    assert int(budget) == 60 - borrowed.START_S
+
+
+@pytest.mark.parametrize("words, given", [((), []), (("commit=abc",), ["commit=abc"])])
+def test_a_commit_that_is_given_is_given_to_the_parts(call, gpu, words, given):
+    """Else the rows of cells would not say what ran, where there is no git."""
+    of_commit = part("p", "", results="r.jsonl")
+    of_commit = replace(of_commit, words=("-c", WRITES_ITS_WORDS, "{out}", "-", "commit={commit}"))
+    lines, _ = call([of_commit], *words, "seconds=60", rehearse=False)
+    assert lines[0]["result"] == ["-", *given]
+
+
+@pytest.mark.parametrize("package, given", [("numpy", ["-", "more"]), ("no_such", ["-"])])
+def test_words_for_a_package_are_given_where_it_is_installed(call, gpu, package, given):
+    plain = part("p", "", results="r.jsonl")
+    words = ("-c", WRITES_ITS_WORDS, "{out}", "-")
+    lines, _ = call(
+        [replace(plain, words=words, words_with=(package, ("more",)))],
+        "seconds=60",
+        rehearse=False,
+    )
+    assert lines[0]["result"] == given
+
+
+def test_a_gpu_takes_no_file_of_a_rehearsal_for_its_own(call, gpu):
+    """Two arms of a training have the same names in both."""
+    writes = part("p", WRITES_TWO, results="r.jsonl")
+    call([writes])
+    reads = replace(part("p", "", results="r.jsonl"), words=("-c", ""))
+    lines, _ = call([reads], "seconds=60", rehearse=False)
+    assert [line["result"] for line in lines] == [{}]
+
+
+@pytest.mark.parametrize(
+    "there, is_kept",
+    [
+        ({}, True),
+        ({"git_commit": "another"}, False),
+        ({"torch": "another"}, False),
+        ({"device": "another"}, False),
+    ],
+    ids=["the same", "commit", "torch", "GPU"],
+)
+def test_a_part_goes_on_with_its_files_unless_they_are_of_another_setup(
+    call, gpu, monkeypatch, there, is_kept
+):
+    """A training that has a row is not repeated: one of another GPU would pass for this one's."""
+    code = "import sys; from pathlib import Path; path = Path(sys.argv[1], 'there');"
+    code += "is_there = path.exists(); path.touch(); sys.exit(3 if is_there else 4)"
+    call([part("p", code)], "seconds=60", code=1, rehearse=False)
+    surroundings = replace(environment_of_a_gpu(), **there)
+    monkeypatch.setattr(borrowed, "environment", lambda *_: surroundings)
+    lines, _ = call([part("p", code)], "seconds=60", code=1, rehearse=False)
+    assert lines[-1]["why"].startswith("exit code 3" if is_kept else "exit code 4")
+
+
+def test_a_part_that_is_done_begins_anew_where_it_is_named(call):
+    fresh = "import sys; from pathlib import Path; path = Path(sys.argv[1], 'there');"
+    fresh += "path.exists() and sys.exit('it is there'); path.touch()"
+    for _ in range(2):
+        lines, printed = call([part("p", fresh)], "parts=p")
+        assert outcomes(lines) == {"p": "done"}, printed
+
+
+def test_the_tests_run_again_at_another_commit_and_other_parts_do_not(call, gpu, monkeypatch):
+    tests = replace(part("tests", ""), is_due_at_each_commit=True)
+    call([tests, part("sound", "")], "seconds=60", rehearse=False)
+    there = replace(environment_of_a_gpu(), git_commit="another")
+    monkeypatch.setattr(borrowed, "environment", lambda *_: there)
+    for _ in range(2):
+        lines, _ = call([tests, part("sound", "")], "seconds=60", rehearse=False)
+    assert [line["part"] for line in lines] == ["tests", "sound", "tests"]
+
+
+@pytest.mark.parametrize(
+    "commit, order",
+    [
+        ("x", ["broken", "long", "long", "broken"]),
+        ("another", ["broken", "long", "broken", "long"]),
+    ],
+)
+def test_what_this_commit_has_tried_in_vain_comes_last(call, gpu, monkeypatch, commit, order):
+    """Tests that fail take two minutes, which the second call has a better use for."""
+    long = part("long", "", guess_s=500.0)
+    parts = [part("broken", "1 / 0"), long]
+    call(parts, "seconds=60", code=1, rehearse=False)
+    there = replace(environment_of_a_gpu(), git_commit=commit)
+    monkeypatch.setattr(borrowed, "environment", lambda *_: there)
+    lines, _ = call(parts, "seconds=60", code=1, rehearse=False)
+    assert [line["part"] for line in lines] == order
+
+
+def test_what_a_part_wrote_before_an_interrupt_is_kept(call, monkeypatch, tmp_path):
+    def interrupt(self, part, folder: Path, limit_s: float):
+        (folder / "r.jsonl").write_text('{"n": 1}\n')
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(borrowed.Call, "_process", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        call([part("p", "", results="r.jsonl")])
+    (line,) = rows(folder_of(tmp_path, True) / "borrowed.jsonl")
+    assert line["result"] == {"n": 1}
+
+
+def test_a_part_ends_with_the_command(call):
+    """By SIGKILL (9), however the command ends: what goes on would share the GPU."""
+    asks = "import ctypes, sys; from pathlib import Path; number = ctypes.c_int();"
+    asks += "ctypes.CDLL(None).prctl(2, ctypes.byref(number));"  # PR_GET_PDEATHSIG
+    asks += "Path(sys.argv[1], 'r.jsonl').write_text(str(number.value))"
+    lines, _ = call([part("p", asks, results="r.jsonl")])
+    assert lines[0]["result"] == 9
+
+
+def test_a_call_that_knows_no_commit_says_so(call, monkeypatch):
+    unknown = replace(environment_of_a_gpu(), git_commit=None)
+    monkeypatch.setattr(borrowed, "environment", lambda *_: unknown)
+    _, printed = call([part("p", "")])
+    assert "give commit=" in printed
 
 
 def test_a_part_is_expected_to_take_what_it_took_here(call: Callable[..., Any], tmp_path: Path):
     lines, _ = call([part("sound", "")])
     took = next(line["seconds"] for line in lines if line["outcome"])
-    rehearsal = borrowed.Call(borrowed.Options(rehearse=True), tmp_path / "borrowed")
+    rehearsal = borrowed.Call(borrowed.Options(rehearse=True), folder_of(tmp_path, True))
     assert rehearsal.estimate(part("sound", "", guess_s=99)) == pytest.approx(1.1 * took)
     assert rehearsal.estimate(part("new", "", guess_s=99)) == 99
 
@@ -271,8 +491,9 @@ def test_a_rehearsal_has_what_a_bare_machine_has():
 
 @pytest.mark.parametrize("name", ["study", "peers"])
 def test_a_part_starts_without_its_folder(name, call, tmp_path):
-    (tmp_path / "borrowed").mkdir()
-    (tmp_path / "borrowed/toy.jsonl").write_bytes(b"")  # what a part before it leaves
+    folder = folder_of(tmp_path, True)
+    folder.mkdir(parents=True)
+    (folder / "toy.jsonl").write_bytes(b"")  # what a part before it leaves
     lines, printed = call([part for part in PARTS if part.name == name], f"parts={name}")
     assert outcomes(lines) == {name: "done"}, printed
 
@@ -284,6 +505,12 @@ def test_a_part_runs_in_the_rehearsal(
     lines, printed = call([part for part in PARTS if part.name == name], f"parts={name}")
     assert outcomes(lines) == {name: "done"}, printed
     assert len(lines) > 2
+
+
+def test_the_tests_are_rehearsed_with_the_words_of_the_gpu():
+    """Words of a package that is not there, such as -n, would end pytest before its first test."""
+    (tests,) = [part for part in PARTS if part.name == "tests"]
+    assert tests.rehearsal == (*tests.words, "--collect-only")
 
 
 # ------------------------------------------------------------------------------------------- pages
@@ -511,3 +738,19 @@ def test_a_training_whose_time_is_up_says_so(tmp_path):
         ROOT / "configs/gpt50m_bf16.py", [*TOY, *STEP], steps=3, folder=tmp_path, limit_s=0.1
     )
     assert row.failure == "stopped: its time was up" and row.losses == []
+
+
+# ------------------------------------------------------------------------------------------ command
+
+
+@pytest.mark.parametrize(
+    "has_environment, python", [(False, "python3"), (True, ".venv/bin/python")]
+)
+def test_make_borrowed_runs_with_the_python_that_has_torch(tmp_path, has_environment, python):
+    """On a machine for an hour python3; on a developer's that of make setup."""
+    if has_environment:
+        (tmp_path / ".venv/bin").mkdir(parents=True)
+        (tmp_path / ".venv/bin/python").touch()
+    words = ["make", "-n", "-f", str(ROOT / "Makefile"), "borrowed"]
+    done = subprocess.run(words, cwd=tmp_path, text=True, capture_output=True)
+    assert done.stdout.strip() == f"{python} -m bench.borrowed seconds=540"
