@@ -493,7 +493,8 @@ class Call:
 
     def _process(self, part: BorrowedPart, part_folder: Path, limit_s: float) -> int | None:
         """Its exit code, None where it was stopped because time was up."""
-        surroundings = {**os.environ, "PYTHONPATH": str(ROOT), "BORROWED_OUT": str(part_folder.resolve())}
+        out = str(part_folder.resolve())  # the part runs in ROOT
+        surroundings = {**os.environ, "PYTHONPATH": str(ROOT), "BORROWED_OUT": out}
         if self.options.rehearse:
             surroundings["PYTHONPATH"] = os.pathsep.join([str(BARE), str(ROOT)])
             surroundings["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # pytest alone, as there
