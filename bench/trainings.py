@@ -58,8 +58,9 @@ class TrainingRow:
     is_compiled: bool
     losses: list[float] = field(default_factory=list)  # nats a token, of each step
     seconds: list[float] = field(default_factory=list)  # of each step
-    tok_per_s: float | None = None  # median, without the first steps
-    compile_s: float | None = None  # the first step over the median of the others
+    tok_per_s: float | None = None  # median, without the first steps; null of a single step
+    # the first step over the median of the others; null of a single step
+    compile_s: float | None = None
     tflops: float | None = None  # 10^12 FLOPs of the model a second
     mfu_bf16: float | None = None  # of the dense BF16 peak; null on a CPU
     mem_gib: float | None = None  # most memory of tensors
@@ -79,9 +80,14 @@ class TrainingRow:
         return sum(self.seconds)
 
     @property
-    def compiled_s(self) -> float:
-        """Seconds of all steps without compilation."""
-        return self.trained_s - (self.compile_s or 0.0)
+    def compiled_s(self) -> float | None:
+        """Seconds of all steps without compilation; None of a single step, which is most of it."""
+        return None if self.compile_s is None else self.trained_s - self.compile_s
+
+    def seconds_of(self, steps: int) -> float | None:
+        """Of so many steps at the median's pace, without compilation: what was stopped after fewer
+        steps is compared by it."""
+        return None if self.tok_per_s is None else steps * self.tokens_per_step / self.tok_per_s
 
 
 def read_trainings(folder: Path) -> list[TrainingRow]:
@@ -150,7 +156,9 @@ def train_on_noise(
 
     name: of the run; the config's own by default. Raises UserError for a config that cannot be."""
     folder.mkdir(parents=True, exist_ok=True)
-    words = [*SETTINGS, *overrides, f"steps={steps}"]
+    keys = {word.partition("=")[0] for word in overrides}
+    settings = [word for word in SETTINGS if word.partition("=")[0] not in keys]
+    words = [*settings, *overrides, f"steps={steps}"]
     words += [f"data.dir={folder}/data", f"out={folder}/runs", "log.every=1"]
     words += ["checkpoint.every=none", "eval.every=none"]
     words += [] if name is None else [f"run={name}"]
@@ -226,17 +234,22 @@ def _with_results(row: TrainingRow, config: Config, memory_file: Path) -> Traini
     if not train_rows:
         return row
     device = json.loads((config.run_dir / "env.json").read_bytes())["device"]
-    peaks = peak_flops(device)
-    flops_per_token = GPT.on_meta(config.model).counts()["flops_per_token"]
-    peak_bf16 = peaks[0] if peaks else None
-    speed = throughput(metrics, row.tokens_per_step, flops_per_token, peak_bf16)
-    return replace(
+    row = replace(
         row,
         steps=len(train_rows),
         losses=[step["loss"] for step in train_rows],
         seconds=[step["step_s"] for step in train_rows],
         device=device,
         mem_gib=_most_memory_gib(config.run_dir / SUMMARY, memory_file),
+    )
+    if len(train_rows) == 1:  # it holds all of compilation
+        return row
+    peaks = peak_flops(device)
+    flops_per_token = GPT.on_meta(config.model).counts()["flops_per_token"]
+    peak_bf16 = peaks[0] if peaks else None
+    speed = throughput(metrics, row.tokens_per_step, flops_per_token, peak_bf16)
+    return replace(
+        row,
         tok_per_s=speed["tok_per_s_median"],
         compile_s=speed["compile_s"],
         tflops=speed["tflops_median"],

@@ -608,8 +608,7 @@ def toy_arms(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     patch.setattr(fourway, "ARMS", {"BF16 eager": ("bf16", eager), "FP8 eager": ("fp8", eager)})
     patch.setitem(fourway.SUITES, "toy", fourway.Suite(("50m",), 32, 3, tuple(TOY)))
     try:
-        page = fourway.train_arms("toy", 300, folder)
-        yield folder, page
+        return folder, fourway.train_arms("toy", 300, folder)
     finally:
         patch.undo()
 
@@ -680,6 +679,21 @@ def test_a_training_that_was_stopped_keeps_its_speed_and_memory(toy_arms, tmp_pa
     assert row.mem_gib == 2.5
 
 
+def test_of_a_single_step_no_speed_is_known(toy_arms, tmp_path):
+    """It is compilation most of all."""
+    folder, _ = toy_arms
+    ended, *_ = trainings.read_trainings(folder)
+    run = tmp_path / "runs" / ended.name
+    shutil.copytree(folder / "runs" / ended.name, run)
+    first, *_ = [row for row in rows(run / "metrics.jsonl") if row["kind"] == "train"]
+    (run / "metrics.jsonl").write_bytes(to_line(first))
+    words = [*noise.SETTINGS, *ended.overrides, f"out={tmp_path}/runs", f"run={ended.name}"]
+    config = load_config(Path(ended.config), [*words, "steps=3"])
+    bare = replace(ended, tok_per_s=None, compile_s=None, tflops=None)
+    row = trainings._with_results(bare, config, tmp_path / "none")
+    assert row.steps == 1 and row.tok_per_s is None and row.compiled_s is None
+
+
 def test_memory_is_written_when_it_has_grown(tmp_path, monkeypatch):
     allocated = iter([0, 3 * GIB, 3 * GIB, 2 * GIB, 4 * GIB])
     monkeypatch.setattr(peak_memory, "_most_allocated", lambda: next(allocated))
@@ -719,6 +733,58 @@ def test_the_exit_code_says_whether_all_trainings_are_sound(
     row = row_of_training(steps, failure)
     monkeypatch.setattr(trainings, "train_on_noise", lambda *_, **__: row)
     asked(capsys, trainings.main, "configs/gpt50m_bf16.py", code=code)
+
+
+def row_of_arm(size: str, arm: str, seconds: list[float], **changes: Any) -> trainings.TrainingRow:
+    row = row_of_training(len(seconds), None)
+    name = f"{size}_{arm.lower().replace(' ', '_')}"
+    return replace(row, name=name, context=4096, device="a GPU", seconds=seconds, **changes)
+
+
+def drawn_arms(rows_of_arms: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The figure of the comparison."""
+    figures = []
+    monkeypatch.setattr("lib.plots.render", lambda figure, _: figures.append(figure) or b"")
+    fourway.draw_arms(rows_of_arms, tmp_path / "fourway.png")
+    return figures[0]
+
+
+def panel_of(figure: Any, words: str) -> Any:
+    (panel,) = [axes for axes in figure.axes if axes.get_xlabel().startswith(words)]
+    return panel
+
+
+def two_arms() -> list:
+    """Stopped after 4 of 8 steps, 10 s each and 6 s of compilation; 8 steps of 5 s."""
+    stopped = row_of_arm("1p5b", "BF16 compiled", [16.0, 10, 10, 10], tok_per_s=3.2, compile_s=6.0)
+    return [stopped, row_of_arm("1p5b", "BF16 eager", [5.0] * 8, tok_per_s=6.4, compile_s=0.0)]
+
+
+def test_arms_that_time_stopped_are_drawn_by_the_seconds_of_as_many_steps(tmp_path, monkeypatch):
+    """Of 32 tokens. By their own seconds all that were stopped would look alike."""
+    panel = panel_of(drawn_arms(two_arms(), tmp_path, monkeypatch), "seconds of 8 steps")
+    widths = [bar.get_width() for bar in panel.patches]
+    assert widths == pytest.approx([80, 40, 6, 0])
+
+
+def test_each_arm_of_the_comparison_has_a_line_of_its_own(tmp_path, monkeypatch):
+    arms = [
+        row_of_arm(size, arm, [1.0] * 3, tok_per_s=1.0, compile_s=0.0)
+        for size in fourway.SUITES["fourway"].sizes
+        for arm in fourway.ARMS
+    ]
+    panel = panel_of(drawn_arms(arms, tmp_path, monkeypatch), "step")
+    looks = {(line.get_color(), line.get_linestyle()) for line in panel.lines}
+    assert len(looks) == len(panel.lines) == 10
+
+
+def test_a_table_of_arms_says_the_time_of_all_steps_of_one_that_was_stopped():
+    """1,000 steps of 32 tokens at 3.2 tokens/s; it trained 46 s, 6 of them compilation."""
+    page = fourway.arms_table(two_arms()[:1])
+    head, _, line = [[cell.strip() for cell in row.split("|")] for row in page.split("\n")]
+    cells = dict(zip(head, line, strict=True))
+    assert cells["1,000 steps"] == "2 h 46 min"
+    assert (cells["training"], cells["without compilation"]) == ("46 s", "40 s")
 
 
 def test_trainings_share_the_seconds_that_there_are(monkeypatch, capsys):
