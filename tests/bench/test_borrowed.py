@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -519,10 +519,9 @@ def test_the_tests_are_rehearsed_with_the_words_of_the_gpu():
 def test_the_page_on_speed_is_what_the_rows_say():
     rows_of_gpu = borrowed.rows_on_gpu(ROOT / "bench/results/h100_peers.jsonl")
     rows_of_gpu += borrowed.rows_on_gpu(ROOT / borrowed.CELLS)
+    lines = borrowed.read_borrowed_rows(ROOT / borrowed.Options().out)
     page = borrowed_report.PAGE.read_text()
-    assert borrowed_report.with_generated(page, borrowed_report.speed_table(rows_of_gpu)) == page
-    kernels = borrowed_report.kernels_table(rows_of_gpu)
-    assert borrowed_report.with_generated(page, kernels, borrowed_report.KERNELS_BEGIN) == page
+    assert borrowed_report.speed_page(page, rows_of_gpu, lines) == page
     readme = borrowed_report.README.read_text()
     row = borrowed_report.readme_row(rows_of_gpu)
     assert borrowed_report.with_readme_row(readme, row) == readme
@@ -546,14 +545,96 @@ def test_a_part_times_the_cells_that_it_aims_at():
 
 
 @pytest.mark.parametrize(
-    "ratio, verdict", [(1.12, "met"), (1.119, "missed"), (None, "not measured")]
+    "ratio, verdict", [(1.12, "met"), (1.119, "missed"), (None, "not compared")]
 )
 def test_a_report_says_which_targets_were_met(ratio, verdict):
     rows_of_gpu = [row_of("125m", "tensorwise+kernels+head", ratio)]
-    lines = borrowed_report.targets_table(rows_of_gpu).split("\n")
+    lines = borrowed_report.targets_table(rows_of_gpu, "NVIDIA H200").split("\n")
     (line,) = [line for line in lines if "| 125m/" in line]
     assert line.rstrip(" |").endswith(f"| {verdict}")
-    assert sum("not measured" in line for line in lines) == (2 if ratio else 3)
+    assert sum("not measured" in line for line in lines) == 2
+
+
+def test_a_report_says_why_a_cell_with_a_target_does_not_count():
+    """Though an earlier row of it does: it was another code."""
+    row = row_of("125m", "tensorwise+kernels+head", 1.3)
+    broken = replace(row, valid=False, invalid_because="its loss does not fall", ratio=1.2)
+    table = borrowed_report.targets_table([row, broken], "NVIDIA H200")
+    assert "does not count: its loss does not fall" in table
+
+
+def test_no_two_precisions_of_a_table_have_one_name():
+    """Columns of kernels are kept by it: the second would have taken the first one's place."""
+    names = list(borrowed_report.SHOWN.values())
+    assert len(set(names)) == len(names)
+
+
+def test_a_second_gpu_takes_no_place_of_the_first():
+    h200 = row_of("125m", "tensorwise+kernels", 1.25)
+    h100 = replace(h200, ratio=1.5, provenance=replace(h200.provenance, gpu="NVIDIA H100"))
+    rows_of_gpus = [h200, h100]
+    assert borrowed_report.readme_row(rows_of_gpus).endswith(
+        " H200: 1.25 at 125M; H100: 1.50 at 125M: docs/speed.md |"
+    )
+    assert "**1.250**" in borrowed_report.speed_table(rows_of_gpus, "NVIDIA H200")
+    assert "**1.500**" in borrowed_report.speed_table(rows_of_gpus, "NVIDIA H100")
+    assert borrowed_report.gpus_of(rows_of_gpus) == ["NVIDIA H200", "NVIDIA H100"]
+
+
+def test_kernels_are_those_of_the_last_gpu_that_has_some():
+    """A first call on another GPU may time 125M alone."""
+    h200 = row_of("1p5b", "tensorwise", 1.2)
+    h200 = replace(h200, measured=replace(h200.measured, kernels=[("nvjet_a", 12.5)]))
+    h100 = row_of("125m", "tensorwise", 1.2)
+    h100 = replace(h100, provenance=replace(h100.provenance, gpu="NVIDIA H100"))
+    table = borrowed_report.kernels_table([h200, h100])
+    assert table.startswith("On NVIDIA H200:") and "| 12.5 " in table
+
+
+def line_of(part: str, **values: Any) -> borrowed.BorrowedRow:
+    head = {"run": "r", "gpu": "NVIDIA H200", "commit": "c", "torch": "t"}
+    return borrowed.BorrowedRow(**{"part": part, **head, **values})
+
+
+def test_outcomes_of_tests_are_those_of_the_last_commit(tmp_path):
+    test = {"test": "a", "outcome": "failed", "message": "x\nit is broken"}
+    lines = [line_of("tests", result=test), line_of("tests", result={**test, "test": "b"})]
+    lines.append(line_of("tests", commit="d", result={**test, "outcome": "passed"}))
+    lines.append(line_of("tests", outcome="done"))
+    text = "\n".join(borrowed_report._sections_of_parts(lines))
+    assert "1 passed" in text and "failed" not in text and "broken" not in text
+
+
+def test_a_report_says_why_a_part_is_not_done():
+    lines = [line_of("linears", outcome="cut", why="not done after 480 s")]
+    text = "\n".join(borrowed_report._sections_of_parts(lines))
+    assert "linears on NVIDIA H200: cut" in text and "not done after 480 s" in text
+
+
+def test_whole_trainings_are_on_the_page_each_run_once():
+    old, new = row_of_training(3, None), replace(row_of_training(4, None), planned_gib=2.5)
+    lines = [line_of("flagship", result=asdict(row)) for row in (old, new)]
+    arm = row_of_arm("1p5b", "FP8 rowwise", [1.0] * 7, tok_per_s=1.0)
+    text = borrowed_report.trainings_text([*lines, line_of("fourway", result=asdict(arm))])
+    assert text.count("\n| n ") == 1 and "| 4 " in text and "2.5" in text
+    assert "| FP8 rowwise | 7 " in text and "fourway.png" in text
+
+
+def test_writing_draws_the_comparison_and_the_page(tmp_path, monkeypatch):
+    """Of rows alone: a machine for an hour may have drawn nothing."""
+    for name in ("README", "PAGE"):
+        copy = tmp_path / name
+        shutil.copy(getattr(borrowed_report, name), copy)
+        monkeypatch.setattr(borrowed_report, name, copy)
+    for name in ("h100.jsonl", "h100_peers.jsonl"):
+        shutil.copy(ROOT / "bench/results" / name, tmp_path)
+    arm = row_of_arm("1p5b", "FP8 rowwise", [1.0] * 7, tok_per_s=1.0)
+    line = line_of("fourway", result=asdict(arm))
+    (tmp_path / borrowed.LINES).write_bytes(to_line(asdict(line)))
+    borrowed_report.report(tmp_path, tmp_path / "h100.jsonl", is_to_write=True)
+    assert "| FP8 rowwise | 7 " in (tmp_path / "PAGE").read_text()
+    for figure in ("fourway.png", "h100.png"):
+        assert (tmp_path / figure).stat().st_size > 10_000
 
 
 def row_of(size: str, label: str, ratio: float | None) -> TimedRow:
@@ -567,7 +648,7 @@ def test_a_later_row_of_a_cell_takes_the_place_of_an_earlier_one():
         row_of("125m", "tensorwise+kernels", 1.5),
         row_of("125m", "tensorwise+kernels", 1.25),
     ]
-    table = borrowed_report.speed_table(rows_of_gpu)
+    table = borrowed_report.speed_table(rows_of_gpu, "NVIDIA H200")
     assert "**1.250** (1.081)" in table and "1.500" not in table
     assert "123.5k (50 %)" in table
 
