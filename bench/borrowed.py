@@ -54,6 +54,7 @@ KEPT_S = 15.0  # left at the end, to write and to go
 # is less by so much, or it would be killed before it has written
 START_S = 12.0
 LONGEST = 2  # times what a part was expected to take, after which it is cut
+UNFINISHED = 3  # exit code of the commands whose budget has left something
 SCHEMA_VERSION = 1
 
 Outcome = Literal["done", "failed", "cut", "left out"]
@@ -87,7 +88,8 @@ class BorrowedPart:
     # folder that a plain checkout does not have, and how to get it; without it the part is left out
     needs: tuple[str, str] | None = None
     rehearsal_without: tuple[str, ...] = ()  # its rehearsal where that folder is not there
-    # of a part that goes on where it stopped: it may take all the time that is left
+    # of a part that goes on where it stopped: it may take all the time that is left, and guess_s
+    # is what it takes at least
     exit_code_when_unfinished: int | None = None
     cells: tuple[str, ...] = ()  # of bench.throughput, each of which must get a row in CELLS
     is_due_at_each_commit: bool = False
@@ -119,6 +121,7 @@ def _timing(
         guess_s=guess_s,
         words=(*command, "cells={cells}"),
         rehearsal=_TOY_CELLS,
+        exit_code_when_unfinished=UNFINISHED,
         cells=cells,
     )
 
@@ -217,26 +220,28 @@ PARTS = (
         results="trainings.jsonl",
     ),
     BorrowedPart(
-        name="linears",
-        shows="every Linear of the six sizes by each recipe: the table of fp8.recipe=auto",
-        measures="time of BF16 over that of FP8, forward and backward, by shape",
-        answers="which Linears gain nothing by FP8",
-        guess_s=240,
-        words=("-m", "bench.kernels", "budget={budget}", _COMMIT),
-        rehearsal=("-m", "bench.kernels", "shapes=64x64", "tokens=64", "recipes=tensorwise")
-        + ("turns=1", "out={out}/speed.json"),
-    ),
-    BorrowedPart(
         name="peers",
         shows="nanoGPT and nanochat in turns with ours, per FLOP, at 125M and 1.5B",
         measures=_RATIO,
         answers="whether our BF16 is as fast as theirs, our FP8 faster than nanochat's",
-        guess_s=400,
+        guess_s=200,
         words=("-m", "bench.peers", *_PEERS, "budget={budget}", f"out={PEER_CELLS}", _COMMIT),
         rehearsal=("-m", "bench.peers", *_PEERS, "suite=toy", "budget={budget}")
         + ("out={out}/../toy_peers.jsonl",),
         needs=("data/peers", "the checkouts nanoGPT and nanochat, at the commits of bench.peers"),
+        exit_code_when_unfinished=UNFINISHED,
         rehearsal_without=("-m", "bench.peers", "table=true", "out={out}/../toy.jsonl"),
+    ),
+    BorrowedPart(
+        name="linears",
+        shows="every Linear of the six sizes by each recipe: the table of fp8.recipe=auto",
+        measures="time of BF16 over that of FP8, forward and backward, by shape",
+        answers="which Linears gain nothing by FP8",
+        guess_s=60,
+        words=("-m", "bench.kernels", "budget={budget}", _COMMIT),
+        rehearsal=("-m", "bench.kernels", "shapes=64x64", "tokens=64", "recipes=tensorwise")
+        + ("turns=1", "out={out}/speed.json"),
+        exit_code_when_unfinished=UNFINISHED,
     ),
     BorrowedPart(
         name="study",
@@ -248,7 +253,7 @@ PARTS = (
         rehearsal=_STUDY,
         rehearsal_without=_STUDY,
         needs=("data/h100", "shards by the commands at the top of configs/study_h100.py"),
-        exit_code_when_unfinished=3,
+        exit_code_when_unfinished=UNFINISHED,
     ),
 )
 
@@ -369,8 +374,7 @@ class Call:
         tries = [row for row in self.rows_here(part) if row.outcome not in (None, "left out")]
         if not tries or tries[-1].commit != self.head["commit"]:
             return False
-        goes_on = part.cells or part.exit_code_when_unfinished is not None
-        return tries[-1].outcome == "failed" or not goes_on
+        return tries[-1].outcome == "failed" or part.exit_code_when_unfinished is None
 
     def _missing_folder(self, part: BorrowedPart) -> str | None:
         """In words, the folder that the part needs and a plain checkout does not have."""
@@ -463,15 +467,15 @@ class Call:
         seconds = time.monotonic() - start
         if exit_code is None:
             return self._end(part, "cut", f"not done after {seconds:.0f} s", seconds)
-        if exit_code == part.exit_code_when_unfinished:
-            return self._end(part, "cut", "it goes on where it stopped", seconds)
-        if exit_code != 0:
+        if exit_code not in (0, part.exit_code_when_unfinished):
             log = self._log(part)
             why = f"exit code {exit_code}: {_last_line(log)} ({log})"
             return self._end(part, "failed", why, seconds)
         missing = [] if self.options.rehearse else self.cells_due(part)
         if missing:
             return self._end(part, "cut", f"no row of {', '.join(missing)}", seconds)
+        if exit_code != 0:
+            return self._end(part, "cut", "it goes on where it stopped", seconds)
         return self._end(part, "done", None, seconds)
 
     def _prepare_folder(self, part: BorrowedPart) -> Path:
@@ -489,7 +493,8 @@ class Call:
         return folder
 
     def _may_take_all(self, part: BorrowedPart) -> bool:
-        return self.options.rehearse or part.exit_code_when_unfinished is not None
+        goes_on = part.exit_code_when_unfinished is not None and not part.cells
+        return self.options.rehearse or goes_on
 
     def _process(self, part: BorrowedPart, part_folder: Path, limit_s: float) -> int | None:
         """Its exit code, None where it was stopped because time was up."""

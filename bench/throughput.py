@@ -38,6 +38,8 @@ from lib.machine import ROOT
 from lib.text import nearest
 from lib.values import FilePath
 
+UNFINISHED = 3  # exit code where the budget has left something, as scaling/sweep.py's
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -81,8 +83,8 @@ def run_suite(
     arguments: list[str],
     groups_for: Callable[[Any], list[list[Cell]]],
 ) -> int:
-    """The command bench/<name>.py. Returns the exit code: 0 done or out of budget, 1 a check
-    or a training failed, 2 the user's mistake."""
+    """The command bench/<name>.py. Returns the exit code: 0 done, 1 a check or a training
+    failed, 2 the user's mistake, 3 cells are left."""
 
     def work(options: Options) -> int | str:
         if options.suite in fourway.SUITES:
@@ -96,6 +98,8 @@ def run_suite(
             device = groups[0][0].device
             timer = Timer(out, device, options.budget, words, options.commit, options.cells)
             timer.run(groups)
+            print(_report(out))
+            return UNFINISHED if any(timer.due(group) for group in groups) else 0
         return _report(out)
 
     return command(doc, cls)(work)(arguments)

@@ -160,7 +160,8 @@ CELLS = ("350m/tensorwise", "350m/rowwise")
 def timing_part(*words: str, cells: tuple[str, ...] = CELLS) -> BorrowedPart:
     """A part of cells, whose result is what it is given in the place of `words`."""
     plain = part("timing", "", results="r.jsonl")
-    return replace(plain, words=("-c", WRITES_ITS_WORDS, "{out}", *words), cells=cells)
+    words = ("-c", WRITES_ITS_WORDS, "{out}", *words)
+    return replace(plain, words=words, cells=cells, exit_code_when_unfinished=3)
 
 
 def row_here(name: str, ratio: float | None = 1.2, wall_s: float = 20.0, **changes: Any):
@@ -216,6 +217,16 @@ def test_a_cell_that_got_no_row_is_named(call, gpu, cell_rows, changes, outcome)
     lines, printed = call([timing], "seconds=600", code=code, rehearse=False)
     assert outcomes(lines) == {"timing": outcome}
     assert ("no row of 350m/tensorwise" in printed) is (outcome == "cut")
+
+
+def test_cells_that_the_budget_left_are_named(call, gpu, cell_rows):
+    """bench.throughput ends with exit code 3 then."""
+    words = ("-c", WRITES_ITS_WORDS + "; sys.exit(3)", "{out}")
+    lines, printed = call(
+        [replace(timing_part(), words=words)], "seconds=600", code=1, rehearse=False
+    )
+    assert outcomes(lines) == {"timing": "cut"}
+    assert "no row of 350m/tensorwise, 350m/rowwise" in printed
 
 
 def test_a_cell_that_failed_has_its_row(call, gpu, cell_rows):

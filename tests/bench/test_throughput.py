@@ -1200,5 +1200,5 @@ def test_a_wrong_command_gets_a_sentence(
 
 
 def test_a_budget_that_is_too_small_is_said(command: Callable[..., str]) -> None:
-    page = command("suite=toy", "budget=0", out="none.jsonl")
+    page = command("suite=toy", "budget=0", out="none.jsonl", code=3)
     assert "2 cells are left, none fits: give budget=209 or more" in page
