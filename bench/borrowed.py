@@ -499,10 +499,12 @@ class Call:
     def _process(self, part: BorrowedPart, part_folder: Path, limit_s: float) -> int | None:
         """Its exit code, None where it was stopped because time was up."""
         out = str(part_folder.resolve())  # the part runs in ROOT
-        surroundings = {**os.environ, "PYTHONPATH": str(ROOT), "BORROWED_OUT": out}
+        folders = [str(ROOT), os.environ.get("PYTHONPATH")]  # a wheel may lie in one of the second
+        surroundings = {**os.environ, "BORROWED_OUT": out}
         if self.options.rehearse:
-            surroundings["PYTHONPATH"] = os.pathsep.join([str(BARE), str(ROOT)])
+            folders.insert(0, str(BARE))
             surroundings["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # pytest alone, as there
+        surroundings["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
         with open(self._log(part), "w") as log:
             process = subprocess.Popen(
                 [sys.executable, *self._filled_words(part, part_folder, limit_s)],

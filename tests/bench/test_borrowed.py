@@ -395,6 +395,28 @@ def test_a_part_ends_with_the_command(call):
     assert lines[0]["result"] == 9
 
 
+WRITES_ITS_PATH = "import os, sys; from pathlib import Path; path = os.environ['PYTHONPATH'];"
+WRITES_ITS_PATH += "Path(sys.argv[1], 'r.jsonl').write_text('\"' + path + '\"')"
+
+
+@pytest.mark.parametrize("rehearse", [False, True])
+def test_a_part_finds_the_packages_that_the_caller_finds(call, gpu, monkeypatch, rehearse):
+    """torchao's wheel may lie in a folder of PYTHONPATH."""
+    monkeypatch.setenv("PYTHONPATH", "/wheels")
+    lines, _ = call(
+        [part("p", WRITES_ITS_PATH, results="r.jsonl")], "seconds=60", rehearse=rehearse
+    )
+    folders = [str(borrowed.BARE)] if rehearse else []
+    assert lines[0]["result"].split(":") == [*folders, str(ROOT), "/wheels"]
+
+
+def test_a_process_of_a_test_finds_the_packages_that_the_test_finds(monkeypatch):
+    """Those of tests/test_gpu.py train on the machine of the part above."""
+    monkeypatch.setenv("PYTHONPATH", "/wheels")
+    done = process("-c", "import os; print(os.environ['PYTHONPATH'])")
+    assert done.stdout.strip().split(":") == [str(ROOT), "/wheels"]
+
+
 def test_a_call_that_knows_no_commit_says_so(call, monkeypatch):
     unknown = replace(environment_of_a_gpu(), git_commit=None)
     monkeypatch.setattr(borrowed, "environment", lambda *_: unknown)
