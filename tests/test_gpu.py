@@ -43,14 +43,12 @@ from tests.helpers.fp8_models import (
     passes,
     tokens,
 )
+from tests.helpers.processes import made_once
 from tests.helpers.triton_kernels import is_near, quantised, same
 from tests.runtime.test_run import watched_steps
 
 pytestmark = pytest.mark.gpu
 
-
-# With --dist loadgroup one process has them all: each other one would train gpt125m anew.
-OF_SIXTY_STEPS = pytest.mark.xdist_group("sixty steps")
 
 KNOWN_BEFORE = ("delayed", "bounded")  # values of fp8.scaling
 
@@ -314,20 +312,25 @@ def gpt125m(folder: Path, arm, steps, words: str = "", sequences: int = 32):
 
 
 @pytest.fixture(scope="module")
-def sixty_steps(tmp_path_factory: pytest.TempPathFactory):
-    """Finished runs of gpt125m, by precision."""
-    folder, runs = tmp_path_factory.mktemp("sixty"), {}
-    for arm in "bf16", "fp8":
-        runs[arm] = gpt125m(folder, arm, 60, f"fp8.kernels={arm == 'fp8'}")
-        trained(runs[arm], folder)
-    return runs
+def sixty_steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Config]:
+    """Finished runs of gpt125m, by precision; trained once, however many processes test."""
+
+    def runs_in(folder: Path) -> dict[str, Config]:
+        return {
+            arm: gpt125m(folder, arm, 60, f"fp8.kernels={arm == 'fp8'}") for arm in ("bf16", "fp8")
+        }
+
+    def train_all(folder: Path) -> None:
+        for config in runs_in(folder).values():
+            trained(config, folder)
+
+    return runs_in(made_once(tmp_path_factory, "sixty", train_all))
 
 
 def losses_of(config: Config):
     return torch.tensor([row["loss"] for row in rows(config)])
 
 
-@OF_SIXTY_STEPS
 @pytest.mark.parametrize("arm", ["bf16", "fp8"])
 def test_gpt125m_learns_in_sixty_steps(sixty_steps, arm: str):
     losses = losses_of(sixty_steps[arm])
@@ -335,13 +338,11 @@ def test_gpt125m_learns_in_sixty_steps(sixty_steps, arm: str):
     assert {row["verdict"] for row in rows(sixty_steps[arm])} == {"OK"}
 
 
-@OF_SIXTY_STEPS
 def test_losses_of_gpt125m_in_fp8_are_near_bf16s_and_not_equal(sixty_steps):
     bf16, fp8 = losses_of(sixty_steps["bf16"]), losses_of(sixty_steps["fp8"])
     assert (fp8 / bf16 - 1).abs().max() < 0.03 and not torch.equal(fp8, bf16)
 
 
-@OF_SIXTY_STEPS
 @pytest.mark.parametrize("arm", ["bf16", "fp8"])
 def test_gpt125m_takes_the_memory_that_plan_says(sixty_steps, arm: str):
     page = "\n".join(plan.plan(sixty_steps[arm], "h100"))
@@ -349,7 +350,6 @@ def test_gpt125m_takes_the_memory_that_plan_says(sixty_steps, arm: str):
     assert summary(sixty_steps[arm])["mem_peak_gib"] == pytest.approx(planned, rel=0.05)
 
 
-@OF_SIXTY_STEPS
 @pytest.mark.skipif(not importlib.util.find_spec("pynvml"), reason="NVML is not installed")
 @pytest.mark.parametrize("arm", ["bf16", "fp8"])
 def test_rows_hold_what_the_gpu_measures(sixty_steps, arm: str):

@@ -276,6 +276,31 @@ def test_cells_are_expected_to_take_what_those_of_their_size_took(gpu, monkeypat
     assert here.estimate(timing_part(cells=cells)) == pytest.approx(8 * 22 + 22)
 
 
+def test_cells_begin_where_those_of_the_smaller_size_fit(gpu, monkeypatch, tmp_path):
+    """Three of 20 s and a tenth; those of 1.5B have not been timed and are guessed at 60 s."""
+    monkeypatch.setattr(borrowed, "rows_on_gpu", lambda _: [row_here("350m/bf16", run="w")])
+    here = borrowed.Call(borrowed.Options(), tmp_path)
+    timing = timing_part(cells=("1p5b/tensorwise", "350m/tensorwise"))
+    assert here.least(timing) == pytest.approx(3 * 22 + 22)
+
+
+def test_a_part_is_expected_to_take_what_it_took_the_last_time(gpu, tmp_path):
+    ends = [line_of("p", gpu="x", torch="x", outcome="done", seconds=s) for s in (10.0, 30.0)]
+    ends.append(line_of("p", gpu="x", torch="x", outcome="failed", seconds=1.0))
+    (tmp_path / borrowed.LINES).write_bytes(b"".join(to_line(asdict(end)) for end in ends))
+    assert borrowed.Call(borrowed.Options(), tmp_path).estimate(part("p", "")) == pytest.approx(33)
+
+
+def test_a_list_says_what_became_of_a_part_when_it_last_ran(tmp_path):
+    """Not that a later call had no time for it, nor what a rehearsal did."""
+    ends = [line_of("tests", outcome="failed", why="exit code 1", seconds=99.0, commit="abcdefgh")]
+    ends.append(line_of("tests", outcome="left out", why="no time"))
+    ends.append(line_of("tests", outcome="done", gpu=None))
+    (tmp_path / borrowed.LINES).write_bytes(b"".join(to_line(asdict(end)) for end in ends))
+    line = next(line for line in borrowed.format_parts(tmp_path).split("\n") if "| tests" in line)
+    assert "| 99 " in line and "failed, r, commit abcdefg: exit code 1" in line
+
+
 def test_the_budget_of_a_part_leaves_it_time_to_start_and_to_write(call, gpu):
     """It may take twice 30 s, then it is killed."""
     words = ("-c", WRITES_ITS_WORDS, "{out}", "{budget}")
@@ -934,3 +959,37 @@ def test_make_borrowed_runs_with_the_python_that_has_torch(tmp_path, has_environ
     words = ["make", "-n", "-f", str(ROOT / "Makefile"), "borrowed"]
     done = subprocess.run(words, cwd=tmp_path, text=True, capture_output=True)
     assert done.stdout.strip() == f"{python} -m bench.borrowed seconds=540"
+
+
+SHARING = """
+import pytest
+from tests.helpers.processes import made_once
+
+def train(folder):
+    with open("trained", "a") as file:
+        file.write("once\\n")
+    BREAK
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return made_once(tmp_path_factory, "runs", train)
+
+@pytest.mark.parametrize("n", range(4))
+def test_it(trained, n):
+    assert n < 3
+"""
+
+
+@pytest.mark.parametrize("ends", ["pass", "1 / 0"])
+def test_tests_at_a_time_are_each_an_outcome_and_share_a_training(tmp_path, ends):
+    """Those of test_gpu.py share sixty steps of gpt125m: each process would train them anew."""
+    (tmp_path / "test_it.py").write_text(SHARING.replace("BREAK", ends))
+    (tests,) = [part for part in PARTS if part.name == "tests"]
+    _, words = tests.words_with
+    words = ("-m", "pytest", "-q", "-p", "bench.outcomes", *words, "test_it.py")
+    process(*words, cwd=tmp_path, BORROWED_OUT=str(tmp_path))
+    found = {row["test"]: row["outcome"] for row in rows(tmp_path / "outcomes.jsonl")}
+    passed = 3 if ends == "pass" else 0
+    expected = ["passed"] * passed + ["failed"] * (4 - passed)
+    assert found == {f"test_it.py::test_it[{n}]": expected[n] for n in range(4)}
+    assert (tmp_path / "trained").read_text() == "once\n"
