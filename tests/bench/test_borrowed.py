@@ -236,11 +236,13 @@ def test_a_cell_that_failed_has_its_row(call, gpu, cell_rows):
     assert outcomes(lines) == {"timing": "done"}
 
 
-def test_a_second_call_times_the_cells_that_have_no_row_yet(call, gpu, cell_rows):
+def test_a_second_call_times_the_cells_that_have_no_row_yet(call, gpu, cell_rows, monkeypatch):
     """A row of the first call counts, though the commit may be another by then."""
     timing = timing_part("{cells}")
-    cell_rows.append(row_here("350m/tensorwise"))
-    for _ in range(2):
+    cell_rows.append(row_here("350m/tensorwise", run="y"))
+    for begun, commit in (("x", "x"), ("z", "another")):
+        there = replace(environment_of_a_gpu(), t_start=begun, git_commit=commit)
+        monkeypatch.setattr(borrowed, "environment", lambda *_, there=there: there)
         lines, _ = call([timing], "seconds=600", code=1, rehearse=False)
     given = [line["result"] for line in lines if line["result"]]
     assert given == [["350m/tensorwise,350m/rowwise"], ["350m/rowwise"]]
