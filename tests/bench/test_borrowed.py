@@ -178,7 +178,7 @@ def cell_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list:
     later: list = []
 
     def rows_on_gpu(path: Path) -> list:
-        return later if list(tmp_path.glob("borrowed/timing/r.jsonl")) else []
+        return later if (tmp_path / "borrowed" / borrowed.LINES).is_file() else []
 
     monkeypatch.setattr(borrowed, "rows_on_gpu", rows_on_gpu)
     return later
@@ -253,8 +253,8 @@ def test_a_part_that_is_done_times_all_its_cells_again_where_it_is_named(
 ):
     timing = timing_part("{cells}")
     cell_rows += [row_here(name, commit="x", dirty=False, run="w") for name in CELLS]
-    (tmp_path / "borrowed/timing").mkdir(parents=True)
-    (tmp_path / "borrowed/timing/r.jsonl").touch()
+    (tmp_path / "borrowed").mkdir()
+    (tmp_path / "borrowed" / borrowed.LINES).touch()
     lines, _ = call([timing], "seconds=600", rehearse=False)
     assert [line["outcome"] for line in lines] == ["done"], "all have rows"
     lines, _ = call([timing], "seconds=600", "parts=timing", code=1, rehearse=False)
