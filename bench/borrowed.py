@@ -158,6 +158,7 @@ PARTS = (
         measures=_TRAINING,
         answers=_NEAR_PLAN,
         guess_s=110,
+        # the config's own 524,288 tokens a step would take five minutes; two micro-batches remain
         words=("-m", "bench.trainings", "configs/gpt350m_bf16.py", "configs/gpt350m_fp8.py")
         + ("steps=60", "seconds={budget}", "out={out}", "set=data.tokens_per_step=65536"),
         rehearsal=("-m", "bench.trainings", "configs/gpt350m_bf16.py", "configs/gpt350m_fp8.py")
