@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from bench import borrowed, borrowed_report, fourway, noise, peak_memory, trainings
 from bench.borrowed import PARTS, BorrowedPart, parts_table
 from bench.cells import groups_of, our_cell
-from bench.rows import CellFailure, FailedRow, TimedRow
+from bench.rows import CellFailure, FailedRow, TimedRow, row_line
 from lib.errors import UserError
 from lib.files import read_bytes, to_line
 from lib.machine import GIB
@@ -143,6 +143,44 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(borrowed, "environment", environment_of_a_gpu)
 
 
+def test_what_a_part_has_started_ends_when_it_is_cut(call, gpu, tmp_path):
+    """Processes of pytest-xdist would go on beside what is timed next."""
+    starts = "import subprocess, sys, time; from pathlib import Path;"
+    starts += "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)']);"
+    starts += "Path(sys.argv[1], 'r.jsonl').write_text(str(child.pid)); time.sleep(99)"
+    slow = part("slow", starts, guess_s=2.0, results="r.jsonl")
+    lines, _ = call([slow], "seconds=60", code=1, rehearse=False)
+    assert outcomes(lines) == {"slow": "cut"}
+    wait_for(lambda: not read_bytes(f"/proc/{lines[0]['result']}/cmdline"), 10)
+
+
+def test_a_result_that_has_a_line_gets_no_other(call):
+    broken = part("broken", WRITES_TWO + "; sys.exit(1)", results="r.jsonl")
+    for _ in range(2):
+        lines, _ = call([broken], code=1)
+    assert [line["result"] for line in lines if line["result"]] == [{"n": 1}, {"n": 2}]
+
+
+def test_cells_that_take_too_long_are_cut_as_any_part(call, gpu, monkeypatch):
+    """At twice what three cells of 0.2 s take, though bench.throughput goes on where it stopped."""
+    monkeypatch.setattr(borrowed, "START_S", 0.0)
+    monkeypatch.setattr(borrowed, "WARM_S", 0.0)
+    rows_of_size = [row_here("350m/bf16", run="w", wall_s=0.2)]
+    monkeypatch.setattr(borrowed, "rows_on_gpu", lambda _: rows_of_size)
+    slow = replace(
+        timing_part(cells=("350m/rowwise",)), words=("-c", "import time; time.sleep(99)")
+    )
+    lines, _ = call([slow], "seconds=60", code=1, rehearse=False)
+    assert lines[0]["outcome"] == "cut" and lines[0]["seconds"] < 30
+
+
+def test_rows_of_a_cpu_are_none_of_a_gpu(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    on_cpu = judged(our_cell("350m", "bf16", 1), answer())
+    path.write_bytes(row_line(on_cpu) + row_line(row_of("125m", "bf16", None)))
+    assert [row.cell.size for row in borrowed.rows_on_gpu(path)] == ["125m"]
+
+
 def test_one_part_cannot_take_the_time_of_all(call: Callable[..., Any], gpu: None):
     slow, sound = part("slow", "import time; time.sleep(600)", guess_s=1.0), part("sound", "")
     lines, printed = call([slow, sound], "seconds=120", code=1, rehearse=False)
@@ -254,9 +292,10 @@ def test_a_part_that_is_done_times_all_its_cells_again_where_it_is_named(
     timing = timing_part("{cells}")
     cell_rows += [row_here(name, commit="x", dirty=False, run="w") for name in CELLS]
     (tmp_path / "borrowed").mkdir()
-    (tmp_path / "borrowed" / borrowed.LINES).touch()
+    begun = line_of("timing", gpu="x", torch="x", run="v", outcome="cut")
+    (tmp_path / "borrowed" / borrowed.LINES).write_bytes(to_line(asdict(begun)))
     lines, _ = call([timing], "seconds=600", rehearse=False)
-    assert [line["outcome"] for line in lines] == ["done"], "all have rows"
+    assert [line["outcome"] for line in lines] == ["cut", "done"], "all have rows"
     lines, _ = call([timing], "seconds=600", "parts=timing", code=1, rehearse=False)
     assert ["350m/tensorwise,350m/rowwise"] in [line["result"] for line in lines]
 
@@ -319,6 +358,14 @@ def test_a_commit_that_is_given_is_given_to_the_parts(call, gpu, words, given):
     of_commit = replace(of_commit, words=("-c", WRITES_ITS_WORDS, "{out}", "-", "commit={commit}"))
     lines, _ = call([of_commit], *words, "seconds=60", rehearse=False)
     assert lines[0]["result"] == ["-", *given]
+    assert lines[0]["commit"] == ("abc" if given else "x")
+
+
+def test_a_line_says_what_it_comes_from(call, gpu, monkeypatch):
+    monkeypatch.setattr(borrowed, "nvidia_smi", lambda *_: ["580.159"])
+    (line,), _ = call([part("p", "")], "seconds=60", rehearse=False)
+    keys = ("run", "gpu", "commit", "driver", "torch")
+    assert [line[key] for key in keys] == ["x", "x", "x", "580.159", "x"]
 
 
 @pytest.mark.parametrize("package, given", [("numpy", ["-", "more"]), ("no_such", ["-"])])
@@ -507,6 +554,11 @@ def test_an_unknown_part_is_refused_with_the_nearest_name(
 ):
     words = (f"out={tmp_path}", "parts=fouray")
     assert "fourway" in asked(capsys, borrowed.main, *words, code=2)
+
+
+def test_no_seconds_are_refused(tmp_path, capsys):
+    words = (f"out={tmp_path}", "seconds=0", "rehearse=true")
+    assert "seconds" in asked(capsys, borrowed.main, *words, code=2)
 
 
 def test_lines_of_another_version_are_refused(tmp_path: Path):
