@@ -27,7 +27,7 @@ gpu: setup                  ## the tests that need a GPU, or two: recipes agains
 	$(PY) -m pytest -q -m gpu tests/test_gpu.py
 
 borrowed:                   ## everything that a GPU at hand for nine minutes can show; needs torch, torchao, numpy, pytest
-	python3 -m bench.borrowed seconds=540
+	$(if $(wildcard $(PY)),$(PY),python3) -m bench.borrowed seconds=540
 
 soak: setup                 ## the long tier of fault injection: kills, restarts, hangs; five to fifteen minutes on two cores
 	$(PY) -m pip install --quiet ray==2.60.0 || echo "soak: there is no ray for this platform: its test is skipped"

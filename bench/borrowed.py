@@ -10,30 +10,36 @@
 
 It needs a checkout, torch, torchao, numpy and pytest; a part that needs more, such as other code
 bases below data/peers, is left out where that is not there. A part is a process of its own with a
-time limit, what it prints goes to OUT/<part>.log, its results to OUT/borrowed.jsonl, and those of
-single cells to bench/results as ever. Before each part the time left is compared with what the
-part took the last time, or is guessed to take; what does not fit is left out and named, and a
-later, shorter part may still fit. A part that takes twice as long as expected is cut, so that one
-alone cannot eat the time of all; of cells, those that have no row yet are named."""
+time limit, what it prints goes to OUT/<part>.log, its results to OUT/borrowed.jsonl, those of
+single cells to bench/results and those of Linears to fp8/speed.json as ever; a rehearsal writes
+below OUT/rehearsal alone. Before each part the time left is compared with what the part took the
+last time, or is guessed to take; what does not fit is left out and named, and a later, shorter part
+may still fit. Of a part that times cells three have to fit, and the next call times those that have
+no row yet. A part that takes twice as long as expected is cut, so that one alone cannot eat the
+time of all. The tests run again at each commit. A part that failed runs again, after all others."""
 
+import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from bench.rows import CellRow, rows_of
+from bench.timing import TURN, WARM_S, expected_s
 from lib.command import command, run_command
 from lib.errors import UserError
-from lib.files import read_rows, to_line
-from lib.machine import ROOT, nvidia_smi
+from lib.files import append_line, read_rows, to_line
+from lib.machine import ROOT, killed_with_parent, nvidia_smi
 from lib.text import duration, grid, nearest
 from lib.values import FilePath
 from runtime.config import positive
@@ -44,7 +50,11 @@ BARE = ROOT / "bench" / "bare"  # its sitecustomize.py hides what a bare machine
 CELLS = "bench/results/h100.jsonl"  # where bench.throughput keeps the rows of a GPU
 PEER_CELLS = "bench/results/h100_peers.jsonl"  # and bench.peers
 KEPT_S = 15.0  # left at the end, to write and to go
+# of a part's time, in which Python and torch start and the part writes what it has: its own budget
+# is less by so much, or it would be killed before it has written
+START_S = 12.0
 LONGEST = 2  # times what a part was expected to take, after which it is cut
+UNFINISHED = 3  # exit code of the commands whose budget has left something
 SCHEMA_VERSION = 1
 
 Outcome = Literal["done", "failed", "cut", "left out"]
@@ -60,8 +70,9 @@ class RatioTarget:
 
 @dataclass(frozen=True, kw_only=True)
 class BorrowedPart:
-    """One process. In its words {out} stands for the part's own folder, {budget} for the whole
-    seconds that it may take."""
+    """One process. In its words {out} stands for the part's own folder, {budget} for the seconds
+    that it may take once it has started, {cells} for those of its cells that have no row yet; a
+    word with {commit} goes where commit= is not given."""
 
     name: str
     shows: str  # what will be known by it
@@ -70,14 +81,21 @@ class BorrowedPart:
     targets: tuple[RatioTarget, ...] = ()  # numbers that are aimed at
     guess_s: float  # until it has run on this GPU
     words: tuple[str, ...]  # behind `python`
+    # name of a package, and words that are added on a machine which has it
+    words_with: tuple[str, tuple[str, ...]] | None = None
     rehearsal: tuple[str, ...]  # on a CPU
     results: str = ""  # file of JSON lines in the part's folder that holds its results
     # folder that a plain checkout does not have, and how to get it; without it the part is left out
     needs: tuple[str, str] | None = None
     rehearsal_without: tuple[str, ...] = ()  # its rehearsal where that folder is not there
-    # of a part that goes on where it stopped: it may take all the time that is left
+    # of a part that goes on where it stopped: it may take all the time that is left, and guess_s
+    # is what it takes at least
     exit_code_when_unfinished: int | None = None
     cells: tuple[str, ...] = ()  # of bench.throughput, each of which must get a row in CELLS
+    is_due_at_each_commit: bool = False
+
+
+_COMMIT = "commit={commit}"
 
 
 def _cells(sizes: str, labels: str) -> tuple[str, ...]:
@@ -93,7 +111,7 @@ def _timing(
     targets: tuple[RatioTarget, ...] = (),
 ) -> BorrowedPart:
     """A part that times cells of bench.throughput."""
-    command = ("-m", "bench.throughput", "suite=h100", "budget={budget}", f"out={CELLS}")
+    command = ("-m", "bench.throughput", "suite=h100", "budget={budget}", f"out={CELLS}", _COMMIT)
     return BorrowedPart(
         name=name,
         shows=shows,
@@ -101,8 +119,9 @@ def _timing(
         answers=answers,
         targets=targets,
         guess_s=guess_s,
-        words=(*command, f"cells={','.join(cells)}"),
+        words=(*command, "cells={cells}"),
         rehearsal=_TOY_CELLS,
+        exit_code_when_unfinished=UNFINISHED,
         cells=cells,
     )
 
@@ -112,6 +131,7 @@ _TOY_MODEL = (
     "set=model.n_layer=1,model.n_head=2,model.n_embd=64,model.n_ffn=128,model.n_ctx=64,"
     "data.tokens_per_step=128,data.micro_batch=1,eval.tokens=1024,parallel.compile=off"
 )
+_TESTS = ("-m", "pytest", "-q", "-m", "gpu", "-p", "bench.outcomes", "tests/test_gpu.py")
 _STUDY = ("scaling/sweep.py", "configs/study_h100.py")
 _RATIO = "tokens/s per FLOP over BF16's before and after it; tokens/s, MFU, GiB, 30 kernels"
 _TRAINING = "loss of each step, tokens/s, GiB of tensors beside --plan's"
@@ -126,11 +146,11 @@ PARTS = (
         measures="the outcome of each test, passed, failed or skipped, and its seconds",
         answers="all pass",
         guess_s=150,
-        words=("-m", "pytest", "-q", "-m", "gpu", "-n", "4", "-p", "bench.outcomes")
-        + ("tests/test_gpu.py",),
-        rehearsal=("-m", "pytest", "-q", "-m", "gpu", "-p", "bench.outcomes", "--collect-only")
-        + ("tests/test_gpu.py",),
+        words=_TESTS,
+        words_with=("xdist", ("-n", "4")),  # four tests at a time
+        rehearsal=(*_TESTS, "--collect-only"),
         results="outcomes.jsonl",
+        is_due_at_each_commit=True,
     ),
     BorrowedPart(
         name="flagship",
@@ -138,6 +158,7 @@ PARTS = (
         measures=_TRAINING,
         answers=_NEAR_PLAN,
         guess_s=110,
+        # the config's own 524,288 tokens a step would take five minutes; two micro-batches remain
         words=("-m", "bench.trainings", "configs/gpt350m_bf16.py", "configs/gpt350m_fp8.py")
         + ("steps=60", "seconds={budget}", "out={out}", "set=data.tokens_per_step=65536"),
         rehearsal=("-m", "bench.trainings", "configs/gpt350m_bf16.py", "configs/gpt350m_fp8.py")
@@ -147,8 +168,8 @@ PARTS = (
     _timing(
         "1p5b",
         "1.5B: FP8 over BF16 by our kernels, with head, by producers that write FP8, by torchao",
-        230,
-        _cells("1p5b", f"{OURS} {OURS}+head {OURS}+bounded {OURS}+bounded+head {TORCHAO}"),
+        480,
+        _cells("1p5b", f"{OURS} {OURS}+bounded {OURS}+bounded+head {OURS}+head {TORCHAO}"),
         "whether producers that write FP8 gain what the model says",
         (
             RatioTarget(f"1p5b/{OURS}+bounded", 1.40),
@@ -158,14 +179,14 @@ PARTS = (
     _timing(
         "350m",
         "350M: FP8 over BF16 by our kernels, with head, by torchao",
-        120,
+        160,
         _cells("350m", f"{OURS} {OURS}+head {TORCHAO}"),
         "the default FP8 path at the present commit",
     ),
     _timing(
         "125m_and_760m",
         "125M with head, which has never been timed, and 760M",
-        180,
+        260,
         _cells("125m 760m", f"{OURS}+head {OURS}"),
         "the default FP8 path at the present commit",
         (RatioTarget(f"125m/{OURS}+head", 1.12),),
@@ -185,7 +206,7 @@ PARTS = (
     _timing(
         "blockwise",
         "whether the compiled blockwise recipe trains at 1.5B, within a limit of its own",
-        120,
+        220,
         ("1p5b/blockwise",),
         "whether it compiles and trains at all",
     ),
@@ -200,26 +221,28 @@ PARTS = (
         results="trainings.jsonl",
     ),
     BorrowedPart(
-        name="linears",
-        shows="every Linear of the six sizes by each recipe: the table of fp8.recipe=auto",
-        measures="time of BF16 over that of FP8, forward and backward, by shape",
-        answers="which Linears gain nothing by FP8",
-        guess_s=240,
-        words=("-m", "bench.kernels", "budget={budget}"),
-        rehearsal=("-m", "bench.kernels", "shapes=64x64", "tokens=64", "recipes=tensorwise")
-        + ("turns=1", "out={out}/speed.json"),
-    ),
-    BorrowedPart(
         name="peers",
         shows="nanoGPT and nanochat in turns with ours, per FLOP, at 125M and 1.5B",
         measures=_RATIO,
         answers="whether our BF16 is as fast as theirs, our FP8 faster than nanochat's",
-        guess_s=400,
-        words=("-m", "bench.peers", *_PEERS, "budget={budget}", f"out={PEER_CELLS}"),
+        guess_s=200,
+        words=("-m", "bench.peers", *_PEERS, "budget={budget}", f"out={PEER_CELLS}", _COMMIT),
         rehearsal=("-m", "bench.peers", *_PEERS, "suite=toy", "budget={budget}")
         + ("out={out}/../toy_peers.jsonl",),
         needs=("data/peers", "the checkouts nanoGPT and nanochat, at the commits of bench.peers"),
+        exit_code_when_unfinished=UNFINISHED,
         rehearsal_without=("-m", "bench.peers", "table=true", "out={out}/../toy.jsonl"),
+    ),
+    BorrowedPart(
+        name="linears",
+        shows="every Linear of the six sizes by each recipe: the table of fp8.recipe=auto",
+        measures="time of BF16 over that of FP8, forward and backward, by shape",
+        answers="which Linears gain nothing by FP8",
+        guess_s=60,
+        words=("-m", "bench.kernels", "budget={budget}", _COMMIT),
+        rehearsal=("-m", "bench.kernels", "shapes=64x64", "tokens=64", "recipes=tensorwise")
+        + ("turns=1", "out={out}/speed.json"),
+        exit_code_when_unfinished=UNFINISHED,
     ),
     BorrowedPart(
         name="study",
@@ -231,7 +254,7 @@ PARTS = (
         rehearsal=_STUDY,
         rehearsal_without=_STUDY,
         needs=("data/h100", "shards by the commands at the top of configs/study_h100.py"),
-        exit_code_when_unfinished=3,
+        exit_code_when_unfinished=UNFINISHED,
     ),
 )
 
@@ -281,6 +304,8 @@ def main(options: Options) -> str | int:
         return borrowed_report.report(folder, ROOT / CELLS, is_to_write=options.write)
     if options.list:
         return format_parts(folder)
+    if options.rehearse:
+        folder = folder / "rehearsal"  # else a part on the GPU would take its files for its own
     call = Call(options, folder)
     return call.run()
 
@@ -313,6 +338,8 @@ class Call:
     def run(self) -> int:
         """0 where all parts are done whose folders are there, 1 where one failed, was cut or left
         out."""
+        if self.head["commit"] is None:
+            print("git tells no commit: give commit=, or no row will say what has run", flush=True)
         outcomes = []
         for part in self.due():
             missing = self._missing_folder(part)
@@ -320,18 +347,35 @@ class Call:
                 outcomes.append(self.run_part(part))
             else:
                 self._end(part, "left out", missing, None)
+        if not self.options.rehearse:
+            places = [self.folder, CELLS, PEER_CELLS, "fp8/speed.json"]
+            print(f"results are in {', '.join(map(str, places))}", flush=True)
         if all(outcome == "done" for outcome in outcomes):
             return 0
         print("the same command goes on with what is missing", flush=True)
         return 1
 
     def due(self) -> list[BorrowedPart]:
-        """What is to run: the parts that were asked for, or those without a line that says done on
-        this GPU."""
+        """What is to run, in this order: the parts that were asked for; or those that are not done
+        on this GPU, those last that this commit has tried in vain."""
         if self.options.parts:
             return [part for part in PARTS if part.name in self.options.parts]
-        done = {row.part for row in self.rows_here() if row.outcome == "done"}
-        return [part for part in PARTS if part.name not in done]
+        missing = [part for part in PARTS if not self._is_done(part)]
+        return sorted(missing, key=self._was_tried)  # stable: else as in PARTS
+
+    def _is_done(self, part: BorrowedPart) -> bool:
+        done = [row for row in self.rows_here(part) if row.outcome == "done"]
+        if part.is_due_at_each_commit:
+            done = [row for row in done if row.commit == self.head["commit"]]
+        return done != []
+
+    def _was_tried(self, part: BorrowedPart) -> bool:
+        """Whether it ended at this commit in a way that another try will hardly change: it failed,
+        or was cut though it does not go on where it stopped."""
+        tries = [row for row in self.rows_here(part) if row.outcome not in (None, "left out")]
+        if not tries or tries[-1].commit != self.head["commit"]:
+            return False
+        return tries[-1].outcome == "failed" or part.exit_code_when_unfinished is None
 
     def _missing_folder(self, part: BorrowedPart) -> str | None:
         """In words, the folder that the part needs and a plain checkout does not have."""
@@ -343,76 +387,135 @@ class Call:
     def _has_rehearsal_without(self, part: BorrowedPart) -> bool:
         return self.options.rehearse and part.rehearsal_without != ()
 
-    def rows_here(self) -> list[BorrowedRow]:
-        """Rows of this GPU and this version of torch."""
-        rows = [row for row in read_borrowed_rows(self.folder) if row.gpu == self.gpu]
-        return [row for row in rows if row.torch == self.head["torch"]]
+    def rows_here(self, part: BorrowedPart) -> list[BorrowedRow]:
+        """The part's rows of this GPU and this version of torch."""
+        setup = (part.name, self.gpu, self.head["torch"])
+        rows = read_borrowed_rows(self.folder)
+        return [row for row in rows if (row.part, row.gpu, row.torch) == setup]
 
     def estimate(self, part: BorrowedPart) -> float:
-        """Seconds that the part is expected to take: what it took here, or the guess."""
+        """Seconds that the part is expected to take: of cells, what others of their sizes took on
+        this GPU; of another part, what it took here, or the guess."""
+        if part.cells:
+            return self._seconds_of_cells(self.cells_due(part))
         taken = [
             row.seconds
-            for row in self.rows_here()
-            if row.part == part.name and row.outcome == "done" and row.seconds is not None
+            for row in self.rows_here(part)
+            if row.outcome == "done" and row.seconds is not None
         ]
         return taken[-1] * 1.1 if taken else part.guess_s
 
+    def least(self, part: BorrowedPart) -> float:
+        """Seconds without which the part is not begun: of cells, those of one between two of BF16;
+        of another part, of all of it."""
+        if not part.cells:
+            return self.estimate(part)
+        return min(self._seconds_of_cells([cell]) for cell in self.cells_due(part))
+
+    def _seconds_of_cells(self, cells: Sequence[str]) -> float:
+        """With their BF16 cells, one before and one after each turn."""
+        rows = self._rows_of_cells()
+        total = START_S + WARM_S
+        sizes = [cell.partition("/")[0] for cell in cells]
+        for size in dict.fromkeys(sizes):
+            n_cells = sizes.count(size)
+            n_bf16 = math.ceil(n_cells / TURN) + 1
+            total += (n_cells + n_bf16) * expected_s(size, rows)
+        return total
+
+    def _rows_of_cells(self) -> list[CellRow]:
+        """Those of this GPU and this version of torch."""
+        setup = (self.gpu, self.head["torch"])
+        rows = rows_on_gpu(ROOT / CELLS)
+        return [row for row in rows if (row.provenance.gpu, row.provenance.torch) == setup]
+
+    def cells_due(self, part: BorrowedPart) -> list[str]:
+        """The part's cells without a final row of this commit, or since the part was begun; of a
+        part that is done and asked for again, without one of this call."""
+        runs = [str(self.head["run"])]
+        if not self._is_done(part):
+            runs += [row.run for row in self.rows_here(part) if row.outcome in ("cut", "failed")]
+        timed = set()
+        for row in self._rows_of_cells():
+            is_of_commit = not self._is_done(part) and self._is_of_this_commit(row)
+            if row.is_final and (is_of_commit or row.provenance.run >= min(runs)):
+                timed.add(row.cell.name)
+        return [cell for cell in part.cells if cell not in timed]
+
+    def _is_of_this_commit(self, row: CellRow) -> bool:
+        commit = row.provenance.commit
+        return commit is not None and commit == self.head["commit"] and not row.provenance.dirty
+
     def run_part(self, part: BorrowedPart) -> Outcome:
         left_s = self.end - time.monotonic() - KEPT_S
-        needed_s = 0.0 if self.options.rehearse else self.estimate(part)
+        needed_s, expected = 0.0, left_s
+        if not self.options.rehearse:
+            if part.cells and not self.cells_due(part):
+                return self._end(part, "done", None, None)
+            needed_s, expected = self.least(part), self.estimate(part)
         if left_s < max(needed_s, 1.0):
             why = f"needs {needed_s:.0f} s, {max(0.0, left_s):.0f} s are left"
             return self._end(part, "left out", why, None)
         print(f"[{left_s:5.0f} s left] {part.name}: {part.shows}", flush=True)
-        part_folder = self.folder / part.name
-        part_folder.mkdir(exist_ok=True)
+        part_folder = self._prepare_folder(part)
         start = time.monotonic()
-        limit_s = left_s if self._may_take_all(part) else min(left_s, LONGEST * needed_s)
-        exit_code = self._process(part, part_folder, limit_s)
+        limit_s = left_s if self._may_take_all(part) else min(left_s, LONGEST * expected)
+        try:
+            exit_code = self._process(part, part_folder, limit_s)
+        finally:  # after Ctrl-C too
+            for result in self._results(part, part_folder):
+                self._add(part, result=result)
         seconds = time.monotonic() - start
-        for result in self._results(part, part_folder):
-            self._add(part, result=result)
         if exit_code is None:
             return self._end(part, "cut", f"not done after {seconds:.0f} s", seconds)
-        if exit_code == part.exit_code_when_unfinished:
-            return self._end(part, "cut", "it goes on where it stopped", seconds)
-        if exit_code != 0:
+        if exit_code not in (0, part.exit_code_when_unfinished):
             log = self._log(part)
             why = f"exit code {exit_code}: {_last_line(log)} ({log})"
             return self._end(part, "failed", why, seconds)
-        missing = [] if self.options.rehearse else self._cells_without_row(part)
+        missing = [] if self.options.rehearse else self.cells_due(part)
         if missing:
             return self._end(part, "cut", f"no row of {', '.join(missing)}", seconds)
+        if exit_code != 0:
+            return self._end(part, "cut", "it goes on where it stopped", seconds)
         return self._end(part, "done", None, seconds)
 
-    def _may_take_all(self, part: BorrowedPart) -> bool:
-        return self.options.rehearse or part.exit_code_when_unfinished is not None
+    def _prepare_folder(self, part: BorrowedPart) -> Path:
+        """The part's folder. What is in it of another GPU, torch or commit goes, and what is in it
+        of a part that is done: its lines are in LINES, and the part would take the rest for its
+        own."""
+        folder = self.folder / part.name
+        setup_file = folder / "setup.json"
+        setup = {key: self.head[key] for key in ("gpu", "torch", "commit")}
+        is_same = read_rows(setup_file) == [setup]
+        if folder.exists() and (self._is_done(part) or not is_same):
+            shutil.rmtree(folder)
+        folder.mkdir(exist_ok=True)
+        setup_file.write_bytes(to_line(setup))
+        return folder
 
-    def _cells_without_row(self, part: BorrowedPart) -> list[str]:
-        """Cells that this call has not timed: bench.throughput ends well out of its budget too."""
-        rows = rows_on_gpu(ROOT / CELLS)
-        final_rows = [row for row in rows if row.is_final]
-        timed = {row.cell.name for row in final_rows if row.provenance.run >= str(self.head["run"])}
-        return [cell for cell in part.cells if cell not in timed]
+    def _may_take_all(self, part: BorrowedPart) -> bool:
+        goes_on = part.exit_code_when_unfinished is not None and not part.cells
+        return self.options.rehearse or goes_on
 
     def _process(self, part: BorrowedPart, part_folder: Path, limit_s: float) -> int | None:
         """Its exit code, None where it was stopped because time was up."""
-        filled = [
-            word.replace("{out}", str(part_folder)).replace("{budget}", str(int(limit_s)))
-            for word in self._words(part)
-        ]
-        surroundings = {**os.environ, "PYTHONPATH": str(ROOT), "BORROWED_OUT": str(part_folder)}
+        out = str(part_folder.resolve())  # the part runs in ROOT
+        folders = [str(ROOT), os.environ.get("PYTHONPATH")]  # a wheel may lie in one of the second
+        surroundings = {**os.environ, "BORROWED_OUT": out}
         if self.options.rehearse:
-            surroundings["PYTHONPATH"] = os.pathsep.join([str(BARE), str(ROOT)])
+            folders.insert(0, str(BARE))
+            surroundings["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # pytest alone, as there
+        surroundings["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
         with open(self._log(part), "w") as log:
             process = subprocess.Popen(
-                [sys.executable, *filled],
+                [sys.executable, *self._filled_words(part, part_folder, limit_s)],
                 cwd=ROOT,
                 env=surroundings,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                preexec_fn=killed_with_parent(),
             )
             try:
                 return process.wait(limit_s)
@@ -423,13 +526,32 @@ class Call:
                     os.killpg(process.pid, signal.SIGKILL)  # what it has started, too
                 process.wait()
 
+    def _filled_words(self, part: BorrowedPart, part_folder: Path, limit_s: float) -> list[str]:
+        values = {
+            "{out}": str(part_folder.resolve()),  # the part runs in ROOT
+            "{budget}": str(max(1, int(limit_s - START_S))),
+            "{cells}": ",".join(self.cells_due(part)),
+            "{commit}": str(self.options.commit),
+        }
+        filled = []
+        for word in self._words(part):
+            if word == _COMMIT and self.options.commit is None:
+                continue
+            for name, value in values.items():
+                word = word.replace(name, value)
+            filled.append(word)
+        return filled
+
     def _words(self, part: BorrowedPart) -> tuple[str, ...]:
-        """Behind `python`, with {out} and {budget}."""
-        if not self.options.rehearse:
+        """Behind `python`, with {out}, {budget}, {cells} and {commit}."""
+        if self.options.rehearse:
+            if self._missing_folder(part) and part.rehearsal_without:
+                return part.rehearsal_without
+            return part.rehearsal
+        if part.words_with is None:
             return part.words
-        if self._missing_folder(part) and part.rehearsal_without:
-            return part.rehearsal_without
-        return part.rehearsal
+        package, more_words = part.words_with
+        return part.words + more_words if find_spec(package) else part.words
 
     def _log(self, part: BorrowedPart) -> Path:
         return self.folder / f"{part.name}.log"
@@ -439,7 +561,7 @@ class Call:
         path = part_folder / part.results
         if not part.results or not path.is_file():
             return
-        results_there = [row.result for row in self.rows_here() if row.part == part.name]
+        results_there = [row.result for row in self.rows_here(part)]
         for result in read_rows(path):
             if result not in results_there:
                 yield result
@@ -456,8 +578,7 @@ class Call:
 
     def _add(self, part: BorrowedPart, **values: Any) -> None:
         row = BorrowedRow(part=part.name, **self.head, **values)
-        with open(self.folder / LINES, "ab") as file:
-            file.write(to_line(asdict(row)))
+        append_line(self.folder / LINES, to_line(asdict(row)))
 
 
 def _last_line(log: Path) -> str:
@@ -485,7 +606,9 @@ def read_borrowed_rows(folder: Path) -> list[BorrowedRow]:
 
 def format_parts(folder: Path) -> str:
     """A table of the parts: what each shows, its seconds, its last outcome on a GPU."""
-    last = {row.part: row for row in read_borrowed_rows(folder) if row.outcome and row.gpu}
+    rows = [row for row in read_borrowed_rows(folder) if row.outcome and row.gpu]
+    has_run = [row for row in rows if row.outcome != "left out"]
+    last = {row.part: row for row in rows + has_run}
     table = [["part", "shows", "seconds", "last time on a GPU"]]
     for part in PARTS:
         row = last.get(part.name)
@@ -493,7 +616,10 @@ def format_parts(folder: Path) -> str:
             table.append([part.name, part.shows, f"{part.guess_s:.0f} (guessed)", "has not run"])
             continue
         seconds = "" if row.seconds is None else f"{row.seconds:.0f}"
-        table.append([part.name, part.shows, seconds, f"{row.outcome}, {row.run}"])
+        last_time = f"{row.outcome}, {row.run}, commit {str(row.commit)[:7]}"
+        if row.why:
+            last_time += f": {row.why}"
+        table.append([part.name, part.shows, seconds, last_time])
     return grid(table)
 
 

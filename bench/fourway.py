@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.report import number_text
+from bench.report import number_text, size_name
 from bench.trainings import TrainingRow, read_trainings, train_on_noise, training_text
 from lib.errors import UserError
 from lib.files import write_atomically
@@ -52,6 +52,8 @@ SUITES = {
             "model.n_head=2",
             "model.n_embd=64",
             "model.n_ffn=128",
+            "model.vocab_multiple=64",  # 50,304 rows take a CPU seconds a step
+            "parallel.cpu_fp32=auto",
             "eval.tokens=1024",
         ),
     ),
@@ -76,6 +78,13 @@ def train_arms(name: str, budget_s: float, folder: Path) -> str:
     if not rows:
         raise UserError(f"budget={budget_s:g} leaves no time for a training: give more seconds")
     return fourway_page(folder)
+
+
+def all_trained(name: str, folder: Path) -> bool:
+    """Whether each arm of a suite has trained as far as it was to, or had time to."""
+    suite = SUITES[name]
+    names = {_run_name(size, arm) for size, arm in itertools.product(suite.sizes, ARMS)}
+    return names <= {row.name for row in read_trainings(folder) if row.is_sound}
 
 
 def _train(suite: Suite, size: str, arm: str, folder: Path, limit_s: float) -> TrainingRow:
@@ -129,7 +138,7 @@ def arm_of(row: TrainingRow) -> tuple[str, str]:
 
 # Title of a column -> its text of a row.
 COLUMNS: dict[str, Callable[[TrainingRow], str]] = {
-    "size": lambda row: arm_of(row)[0],
+    "size": lambda row: size_name(arm_of(row)[0]),
     "arm": lambda row: arm_of(row)[1],
     "steps": lambda row: f"{row.steps:,}",
     "loss": lambda row: f"{row.losses[-1]:.3f}" if row.losses else "",
@@ -137,10 +146,15 @@ COLUMNS: dict[str, Callable[[TrainingRow], str]] = {
     "TFLOP/s": lambda row: number_text(row.tflops, ".1f"),
     "MFU": lambda row: number_text(row.mfu_bf16, ".1%"),
     "training": lambda row: duration(row.trained_s) if row.seconds else "",
-    "without compilation": lambda row: duration(row.compiled_s) if row.seconds else "",
+    "without compilation": lambda row: _duration_text(row.compiled_s),
+    f"{STEPS:,} steps": lambda row: _duration_text(row.seconds_of(STEPS)),
     "GiB": lambda row: number_text(row.mem_gib, ".1f"),
     "remark": lambda row: row.failure or "",
 }
+
+
+def _duration_text(seconds: float | None) -> str:
+    return "" if seconds is None else duration(seconds)
 
 
 def arms_table(rows: Sequence[TrainingRow]) -> str:
@@ -163,10 +177,12 @@ def draw_arms(rows: Sequence[TrainingRow], path: Path) -> None:
             2,
             2,
             f"Five ways to train, T = {trained[0].context:,}, on {devices}",
-            "One sequence a step, noise in the place of text. Hatched: compilation.",
+            "One sequence a step, noise in the place of text. Hatched: what the first step took"
+            " longer, compilation above all.",
         )
         _draw_losses(loss, trained)
-        _draw_bars(speed, trained, [row.tok_per_s or 0.0 for row in trained], "tokens/s")
+        thousands = [(row.tok_per_s or 0.0) / 1e3 for row in trained]
+        _draw_bars(speed, trained, thousands, "thousand tokens/s")
         _draw_seconds(seconds, trained)
         gib = [row.mem_gib or 0.0 for row in trained]
         _draw_bars(memory, trained, gib, "memory of tensors [GiB]")
@@ -174,20 +190,29 @@ def draw_arms(rows: Sequence[TrainingRow], path: Path) -> None:
 
 
 def _draw_losses(panel: Any, rows: Sequence[TrainingRow]) -> None:
-    """A line an arm over the steps."""
+    """A line an arm over the steps: a colour an arm, a dash a size."""
     from lib.plots import STYLES
 
-    for number, row in enumerate(rows):
-        color = STYLES[number % len(STYLES)]["color"]
-        panel.plot(range(1, row.steps + 1), row.losses, color=color, label=_arm_name(row))
+    sizes = list(dict.fromkeys(arm_of(row)[0] for row in rows))
+    for row in rows:
+        size, arm = arm_of(row)
+        style = {
+            "color": STYLES[list(ARMS).index(arm)]["color"],
+            "linestyle": ("-", "--")[sizes.index(size)],
+        }
+        panel.plot(
+            range(1, row.steps + 1), row.losses, **style, linewidth=0.8, label=_arm_name(row)
+        )
     panel.set(xlabel="step", ylabel="training loss [nats/token]")
     panel.legend(frameon=False, fontsize=6)
 
 
 def _draw_seconds(panel: Any, rows: Sequence[TrainingRow]) -> None:
-    """A bar an arm without compilation, which lies hatched behind it."""
-    compiled_s = [row.compiled_s for row in rows]
-    _draw_bars(panel, rows, compiled_s, "seconds of training")
+    """A bar an arm without compilation, which lies hatched behind it; all arms of as many steps,
+    since those that time stopped have all trained as long."""
+    steps = max(row.steps for row in rows)
+    compiled_s = [row.seconds_of(steps) or 0.0 for row in rows]
+    _draw_bars(panel, rows, compiled_s, f"seconds of {steps:,} steps, at the median's pace")
     compile_s = [row.compile_s or 0.0 for row in rows]
     hatched = {"color": "white", "edgecolor": "k", "hatch": "///"}
     panel.barh(range(len(rows)), compile_s, left=compiled_s, **hatched)
@@ -200,9 +225,11 @@ def _draw_bars(
     places = range(len(rows))
     panel.barh(places, values, color="#0072B2")
     panel.set(xlabel=xlabel)
+    panel.set_xlim(left=0.0)
     panel.set_yticks(places, [_arm_name(row) for row in rows])
     panel.invert_yaxis()
 
 
 def _arm_name(row: TrainingRow) -> str:
-    return " ".join(arm_of(row))
+    size, arm = arm_of(row)
+    return f"{size_name(size)} {arm}"

@@ -45,6 +45,7 @@ from model import GPT, Linear, RMSNorm
 from runtime.config import load_config
 from runtime.environment import environment
 
+UNFINISHED = 3  # exit code where the budget has left something, as scaling/sweep.py's
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 
 
@@ -57,11 +58,12 @@ class Options:
     recipes: tuple[str, ...] = ()  # recipes to time; () = those that auto chooses from
     tokens: int = 16384  # M, rows of the input: the tokens of a micro-batch
     turns: int = 7  # of FP8 per row, each between two of BF16
+    commit: str | None = None  # of these files, where git does not tell it
     budget: float | None = None  # seconds after which no further row is begun; none = all rows
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit code: 0 done or out of budget, 1 a row failed, 2 the user's mistake, 130
+    """Returns the exit code: 0 done, 1 a row failed, 2 the user's mistake, 3 rows are left, 130
     interrupted."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     words = shlex.join(["python", "-m", "bench.kernels", *arguments])
@@ -115,7 +117,7 @@ def time_linears(options: Options, device: torch.device, command: str) -> int:
     print(f"{env['device']}: {len(due)} rows to time, {n_timed} are there", flush=True)
     facts = {
         "date": env["t_start"][:10],
-        "commit": _commits(entry["commit"], env["git_commit"]),
+        "commit": _commits(entry["commit"], options.commit or env["git_commit"]),
         "command": command,
     }
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -123,7 +125,7 @@ def time_linears(options: Options, device: torch.device, command: str) -> int:
     for i, (recipe, K, N) in enumerate(due):
         if options.budget is not None and time.perf_counter() - start > options.budget:
             print(f"{len(due) - i} rows are left, the same command goes on")
-            break
+            return UNFINISHED
         row = _try_linear(recipe, K, N, options, device)
         if row is None:
             n_failed += 1

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lib.files import to_line
+from lib.files import append_line, to_line
 
 if TYPE_CHECKING:  # results are read on machines that have no pytest, too
     import pytest
@@ -60,5 +60,4 @@ class Outcomes:
         )
 
     def _write(self, outcome: TestOutcome) -> None:
-        with open(self.path, "ab") as file:
-            file.write(to_line(asdict(outcome)))
+        append_line(self.path, to_line(asdict(outcome)))

@@ -38,6 +38,8 @@ from lib.machine import ROOT
 from lib.text import nearest
 from lib.values import FilePath
 
+UNFINISHED = 3  # exit code where the budget has left something, as scaling/sweep.py's
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -81,8 +83,8 @@ def run_suite(
     arguments: list[str],
     groups_for: Callable[[Any], list[list[Cell]]],
 ) -> int:
-    """The command bench/<name>.py. Returns the exit code: 0 done or out of budget, 1 a check
-    failed, 2 the user's mistake."""
+    """The command bench/<name>.py. Returns the exit code: 0 done, 1 a check or a training
+    failed, 2 the user's mistake, 3 cells are left."""
 
     def work(options: Options) -> int | str:
         if options.suite in fourway.SUITES:
@@ -96,6 +98,8 @@ def run_suite(
             device = groups[0][0].device
             timer = Timer(out, device, options.budget, words, options.commit, options.cells)
             timer.run(groups)
+            print(_report(out))
+            return UNFINISHED if any(timer.due(group) for group in groups) else 0
         return _report(out)
 
     return command(doc, cls)(work)(arguments)
@@ -107,7 +111,8 @@ def _run_fourway(options: Options, name: str) -> int | str:
     folder = Path(options.out or ROOT / "bench" / "results" / options.suite)
     if options.table:
         return fourway.fourway_page(folder)
-    return fourway.train_arms(options.suite, options.budget, folder)
+    print(fourway.train_arms(options.suite, options.budget, folder))
+    return 0 if fourway.all_trained(options.suite, folder) else 1
 
 
 def _default_out(suite: str, name: str) -> Path:
@@ -122,19 +127,21 @@ def _check(out: Path, new: Path) -> int:
 
 
 def choose_cells(groups: list[list[Cell]], names: Sequence[str]) -> list[list[Cell]]:
-    """Each group's BF16 cell and those of `names`, all where there are none. Raises UserError for a
-    name that no cell has."""
-    cell_names = [cell.name for _, *members in groups for cell in members]
-    for name in names:
-        if name not in cell_names:
+    """All groups where there are no `names`. Else the cells of these names, in their order, in one
+    group for each BF16 cell: what is timed in turns with the same BF16 cells costs the fewest of
+    them. Raises UserError for a name that no cell has."""
+    if not names:
+        return groups
+    group_of = {cell.name: (group[0], cell) for group in groups for cell in group[1:]}
+    chosen_groups: dict[str, list[Cell]] = {}
+    for name in dict.fromkeys(names):
+        if name not in group_of:
             raise UserError(
-                f"cells={name!r} is no FP8 cell of this suite{nearest(name, cell_names)}"
+                f"cells={name!r} is no FP8 cell of this suite{nearest(name, list(group_of))}"
             )
-    chosen_groups = []
-    for baseline, *members in groups:
-        members = [cell for cell in members if not names or cell.name in names]
-        chosen_groups.append([baseline, *members])
-    return chosen_groups
+        baseline, cell = group_of[name]
+        chosen_groups.setdefault(repr(baseline), [baseline]).append(cell)
+    return list(chosen_groups.values())
 
 
 def _report(out: Path) -> str:

@@ -1,6 +1,5 @@
 """Cells in turns, each in a process of its own, within a budget of seconds."""
 
-import ctypes
 import json
 import math
 import os
@@ -31,7 +30,8 @@ from bench.rows import (
     rows_of,
 )
 from lib.errors import UserError
-from lib.machine import ROOT, nvidia_smi
+from lib.files import append_line
+from lib.machine import ROOT, killed_with_parent, nvidia_smi
 from runtime.environment import environment
 
 # of matmuls before the first cell: a cold GPU's clocks are higher than those of all that follow
@@ -101,13 +101,8 @@ class Timer:
         return [cell for cell in group[1:] if cell.name not in done]
 
     def estimate(self, *cells: Cell) -> float:
-        """Seconds that these cells may take in all: each as long as the longest of its size did
-        here, and a tenth."""
-        total = 0.0
-        for cell in cells:
-            seconds = [row.wall_s for row in self.here if row.cell.size == cell.size]
-            total += 1.1 * max(seconds, default=GUESS_S)
-        return total
+        """Seconds that these cells may take in all."""
+        return sum(expected_s(cell.size, self.here) for cell in cells)
 
     def has_time_for(self, *cells: Cell) -> bool:
         return time.monotonic() + self.estimate(*cells) <= self.end
@@ -171,10 +166,15 @@ class Timer:
         return row
 
     def _add(self, row: CellRow) -> None:
-        with open(self.out, "ab") as file:
-            file.write(row_line(row))
+        append_line(self.out, row_line(row))
         self.here.append(row)
         print(_in_words(row), flush=True)
+
+
+def expected_s(size: str, rows: Sequence[CellRow]) -> float:
+    """Seconds that a cell may take: as long as the longest of its size in `rows`, and a tenth."""
+    seconds = [row.wall_s for row in rows if row.cell.size == size]
+    return 1.1 * max(seconds, default=GUESS_S)
 
 
 def _provenance(device: str, command: str, commit: str | None) -> Provenance:
@@ -225,7 +225,6 @@ def _warm_gpu() -> None:
 
 def run_cell(cell: Cell, log: Path, limit_s: float) -> Measurement | CellFailure:
     """What the process of a cell answers, or why it does not; nothing of it is left running."""
-    prctl = ctypes.CDLL(None).prctl
     with open(log, "a") as words, tempfile.TemporaryDirectory() as scratch:
         print(f"\n==== {cell}", file=words, flush=True)
         answer = Path(scratch) / "row.json"
@@ -243,8 +242,8 @@ def run_cell(cell: Cell, log: Path, limit_s: float) -> Measurement | CellFailure
             stdout=words,
             stderr=words,
             start_new_session=True,
-            preexec_fn=lambda: prctl(1, signal.SIGKILL),
-        )  # it ends with this process
+            preexec_fn=killed_with_parent(),
+        )
         try:
             process.wait(limit_s)
             return answer_from(json.loads(answer.read_bytes()))

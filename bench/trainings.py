@@ -6,7 +6,8 @@
 
 One training after the other, each a process, none of its settings but the data, the number of
 steps and what `set` says. A line a training goes to OUT/trainings.jsonl when it ends; one that
-has steps is not repeated. Checkpoints are removed at its end."""
+has steps is not repeated. Checkpoints are removed at its end. The exit code is 1 where a training
+failed or had no time for a step."""
 
 import json
 import os
@@ -26,8 +27,8 @@ from bench.noise import SETTINGS, write_noise
 from bench.peak_memory import KEY
 from lib.command import command, run_command
 from lib.errors import UserError
-from lib.files import read_rows, to_line
-from lib.machine import ROOT
+from lib.files import append_line, read_rows, to_line
+from lib.machine import ROOT, killed_with_parent
 from lib.values import FilePath
 from model import GPT
 from runtime.config import Config, load_config, positive
@@ -37,6 +38,7 @@ from runtime.plan import plan
 ROWS = "trainings.jsonl"
 SUMMARY = "summary.json"  # of a run that has ended
 TRAIN = "from bench.peak_memory import main; main()"  # a file for memory, then train.py's words
+STOPPED = "stopped: its time was up"  # failure of a run that has the steps it had time for
 SCHEMA_VERSION = 1  # rows without one are older and have the same keys
 
 
@@ -56,8 +58,9 @@ class TrainingRow:
     is_compiled: bool
     losses: list[float] = field(default_factory=list)  # nats a token, of each step
     seconds: list[float] = field(default_factory=list)  # of each step
-    tok_per_s: float | None = None  # median, without the first steps
-    compile_s: float | None = None  # the first step over the median of the others
+    tok_per_s: float | None = None  # median, without the first steps; null of a single step
+    # the first step over the median of the others; null of a single step
+    compile_s: float | None = None
     tflops: float | None = None  # 10^12 FLOPs of the model a second
     mfu_bf16: float | None = None  # of the dense BF16 peak; null on a CPU
     mem_gib: float | None = None  # most memory of tensors
@@ -67,14 +70,24 @@ class TrainingRow:
     failure: str | None = None  # why there are no numbers, or fewer steps
 
     @property
+    def is_sound(self) -> bool:
+        """Whether it trained as long as it was to, or had time to."""
+        return self.steps > 0 and self.failure in (None, STOPPED)
+
+    @property
     def trained_s(self) -> float:
         """Seconds of all steps."""
         return sum(self.seconds)
 
     @property
-    def compiled_s(self) -> float:
-        """Seconds of all steps without compilation."""
-        return self.trained_s - (self.compile_s or 0.0)
+    def compiled_s(self) -> float | None:
+        """Seconds of all steps without compilation; None of a single step, which is most of it."""
+        return None if self.compile_s is None else self.trained_s - self.compile_s
+
+    def seconds_of(self, steps: int) -> float | None:
+        """Of so many steps at the median's pace, without compilation: what was stopped after fewer
+        steps is compared by it."""
+        return None if self.tok_per_s is None else steps * self.tokens_per_step / self.tok_per_s
 
 
 def read_trainings(folder: Path) -> list[TrainingRow]:
@@ -99,28 +112,34 @@ class Options:
     configs: tuple[FilePath, ...] = ()  # config files, the first words
     steps: int = 60
     set: tuple[str, ...] = ()  # section.key=value of all of them
-    seconds: float = 600.0  # after which a training is stopped, with the steps it has
+    seconds: float = 600.0  # in all: each has its share, after which it is stopped as it is
     out: FilePath = "out/trainings"  # folder that receives the data, the runs and the rows
     gpu: str = "h200"  # whose memory --plan is asked for
 
 
 @command(__doc__, Options, "configs")
-def main(options: Options) -> None:
+def main(options: Options) -> int:
+    """Returns the exit code: 1 where a training failed or had no time for a step."""
     problems = positive(options, "steps", "seconds")
     if problems:
         raise UserError(problems[0])
     if not options.configs:
         raise UserError("name a config file at least, such as configs/gpt350m_fp8.py")
-    for config in options.configs:
+    end = time.monotonic() + options.seconds
+    rows = []
+    for number, config in enumerate(options.configs):
+        share_s = (end - time.monotonic()) / (len(options.configs) - number)
         row = train_on_noise(
             Path(config),
             list(options.set),
             steps=options.steps,
             folder=Path(options.out),
-            limit_s=options.seconds,
+            limit_s=max(0.0, share_s),
             gpu=options.gpu,
         )
         print(training_text(row), flush=True)
+        rows.append(row)
+    return 0 if all(row.is_sound for row in rows) else 1
 
 
 def train_on_noise(
@@ -137,7 +156,9 @@ def train_on_noise(
 
     name: of the run; the config's own by default. Raises UserError for a config that cannot be."""
     folder.mkdir(parents=True, exist_ok=True)
-    words = [*SETTINGS, *overrides, f"steps={steps}"]
+    keys = {word.partition("=")[0] for word in overrides}
+    settings = [word for word in SETTINGS if word.partition("=")[0] not in keys]
+    words = [*settings, *overrides, f"steps={steps}"]
     words += [f"data.dir={folder}/data", f"out={folder}/runs", "log.every=1"]
     words += ["checkpoint.every=none", "eval.every=none"]
     words += [] if name is None else [f"run={name}"]
@@ -168,10 +189,9 @@ def train_on_noise(
     row = _with_results(row, config, memory_file)
     if not (config.run_dir / SUMMARY).is_file():
         last_lines = " ".join(output.split("\n")[-3:]).strip()
-        failure = "stopped: its time was up" if is_cut else last_lines[-400:]
+        failure = STOPPED if is_cut else last_lines[-400:]
         row = replace(row, failure=failure)
-    with open(folder / ROWS, "ab") as rows_file:
-        rows_file.write(to_line(asdict(row)))
+    append_line(folder / ROWS, to_line(asdict(row)))
     # nothing goes on from it, and those of five trainings at 1.5B would take 90 GB
     shutil.rmtree(config.run_dir / "checkpoints", ignore_errors=True)
     return row
@@ -187,6 +207,7 @@ def _train(file: Path, words: list[str], memory_file: Path, limit_s: float) -> t
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        preexec_fn=killed_with_parent(),
     )
     try:
         output, _ = process.communicate(timeout=limit_s)
@@ -213,17 +234,22 @@ def _with_results(row: TrainingRow, config: Config, memory_file: Path) -> Traini
     if not train_rows:
         return row
     device = json.loads((config.run_dir / "env.json").read_bytes())["device"]
-    peaks = peak_flops(device)
-    flops_per_token = GPT.on_meta(config.model).counts()["flops_per_token"]
-    peak_bf16 = peaks[0] if peaks else None
-    speed = throughput(metrics, row.tokens_per_step, flops_per_token, peak_bf16)
-    return replace(
+    row = replace(
         row,
         steps=len(train_rows),
         losses=[step["loss"] for step in train_rows],
         seconds=[step["step_s"] for step in train_rows],
         device=device,
         mem_gib=_most_memory_gib(config.run_dir / SUMMARY, memory_file),
+    )
+    if len(train_rows) == 1:  # it holds all of compilation
+        return row
+    peaks = peak_flops(device)
+    flops_per_token = GPT.on_meta(config.model).counts()["flops_per_token"]
+    peak_bf16 = peaks[0] if peaks else None
+    speed = throughput(metrics, row.tokens_per_step, flops_per_token, peak_bf16)
+    return replace(
+        row,
         tok_per_s=speed["tok_per_s_median"],
         compile_s=speed["compile_s"],
         tflops=speed["tflops_median"],

@@ -42,7 +42,7 @@ WIDEST = 130  # characters of a line that is shown
 def configs_table() -> str:
     """A row for each pair of shipped configurations: modelled by --plan, measured by the bench."""
     files = (ROOT / "bench/results/h100_peers.jsonl", ROOT / CELLS)
-    rows = valid_rows_by_cell([row for file in files for row in rows_on_gpu(file)])
+    rows = valid_rows_by_cell([row for file in files for row in rows_on_gpu(file)], "NVIDIA H200")
     lines = [
         "| config | tokens | memory, FP8, estimated | hours on one H100, BF16 / FP8, modelled"
         " | tokens/s on one H200, BF16 / FP8, measured | memory there, BF16 / FP8, measured"

@@ -35,6 +35,20 @@ def to_line(row: dict) -> bytes:
     return (json.dumps(strict) + "\n").encode()
 
 
+def append_line(path: Path, line: bytes) -> None:
+    """Add a line to a file of JSON lines. Where a kill or a full disk has cut the last one short,
+    a line's end goes before it: glued to the rest, the new line would be damaged too."""
+    with open(path, "ab+") as file:
+        is_cut = file.seek(0, os.SEEK_END) > 0 and not _ends_in_newline(file)
+        file.write((b"\n" if is_cut else b"") + line)
+
+
+def _ends_in_newline(file: BinaryIO) -> bool:
+    """Of a file that is not empty."""
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) == b"\n"
+
+
 @contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
     """A file to write to, piece by piece, which replaces `path` once all of it is on disk; after an

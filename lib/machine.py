@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import platform
 import re
+import signal
 import subprocess
 import threading
 import time
@@ -15,6 +16,7 @@ from lib.errors import MachineError
 from lib.files import read_bytes
 
 GIB = 2**30
+PR_SET_PDEATHSIG = 1  # of prctl(), linux/prctl.h
 
 
 ROOT = Path(__file__).resolve().parents[1]  # of the repository
@@ -26,6 +28,13 @@ def end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+
+def killed_with_parent() -> Callable[[], object]:
+    """For Popen(preexec_fn=): the process that is started ends with the one that starts it, however
+    that ends. A session of its own does not end with the session that started it."""
+    prctl = ctypes.CDLL(None).prctl  # found here: a child of many threads must not load anything
+    return lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 # Parameters of glibc's mallopt() (malloc.h), and their values.

@@ -220,13 +220,15 @@ def process(
     *command: str | Path, cwd: Path = ROOT, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """`python COMMAND`, finished, its output as text."""
+    folders = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+    python_path = os.pathsep.join(folders)
     return subprocess.run(
         [sys.executable, *map(str, command)],
         cwd=cwd,
         text=True,
         capture_output=True,
         timeout=600,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path, **environment},
     )
 
 

@@ -43,6 +43,7 @@ from tests.helpers.fp8_models import (
     passes,
     tokens,
 )
+from tests.helpers.processes import made_once
 from tests.helpers.triton_kernels import is_near, quantised, same
 from tests.runtime.test_run import watched_steps
 
@@ -311,13 +312,19 @@ def gpt125m(folder: Path, arm, steps, words: str = "", sequences: int = 32):
 
 
 @pytest.fixture(scope="module")
-def sixty_steps(tmp_path_factory: pytest.TempPathFactory):
-    """Finished runs of gpt125m, by precision."""
-    folder, runs = tmp_path_factory.mktemp("sixty"), {}
-    for arm in "bf16", "fp8":
-        runs[arm] = gpt125m(folder, arm, 60, f"fp8.kernels={arm == 'fp8'}")
-        trained(runs[arm], folder)
-    return runs
+def sixty_steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Config]:
+    """Finished runs of gpt125m, by precision; trained once, however many processes test."""
+
+    def runs_in(folder: Path) -> dict[str, Config]:
+        return {
+            arm: gpt125m(folder, arm, 60, f"fp8.kernels={arm == 'fp8'}") for arm in ("bf16", "fp8")
+        }
+
+    def train_all(folder: Path) -> None:
+        for config in runs_in(folder).values():
+            trained(config, folder)
+
+    return runs_in(made_once(tmp_path_factory, "sixty", train_all))
 
 
 def losses_of(config: Config):

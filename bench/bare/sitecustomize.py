@@ -1,7 +1,8 @@
 """In a rehearsal this folder comes first on Python's path: what a bare machine lacks cannot be
 imported, so that a part which would need it fails here and not there.
 
-Hidden are the packages of requirements.txt but torch, torchao and numpy, and what they bring."""
+Hidden are the packages of requirements.txt but torch, torchao and numpy, what they bring, and
+pytest-xdist."""
 
 import sys
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ LACKING = (
     "tokenizers",
     "transformers",
     "wandb",
+    "xdist",
     "zstandard",
 )
 

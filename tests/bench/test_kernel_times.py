@@ -210,10 +210,10 @@ def go_on(words: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     now = iter(range(0, 10_000, 15))
     monkeypatch.setattr(kernels.time, "perf_counter", lambda: next(now))
     pages = []
-    for _ in range(2):
+    for code in (3, 0):
         page = io.StringIO()
         with redirect_stdout(page):
-            assert kernels.main([*words, "budget=20"]) == 0
+            assert kernels.main([*words, "budget=20"]) == code
         pages.append(page.getvalue())
     return pages
 

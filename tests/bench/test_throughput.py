@@ -37,6 +37,7 @@ from bench.rows import (
     row_line,
     rows_of,
 )
+from bench.throughput import choose_cells
 from bench.timing import Timer, run_cell
 from lib.errors import UserError
 from lib.files import read_bytes
@@ -172,6 +173,18 @@ def test_a_cell_with_the_mask_is_labelled_so() -> None:
 def test_the_suite_of_documents_is_in_bf16() -> None:
     for _, masked in pairs_of_documents():
         assert config_of(masked).fp8.recipe == "off"
+
+
+def test_cells_of_one_size_that_are_named_share_their_bf16_cells() -> None:
+    """In the suite these three are of three groups, each between two BF16 cells of its own."""
+    names = ("1p5b/tensorwise+kernels+bounded", "1p5b/tensorwise", "1p5b/tensorwise+kernels+head")
+    (group,) = choose_cells(groups_of("h100"), names)
+    assert [cell.name for cell in group] == ["1p5b/bf16", *names]
+
+
+def test_cells_of_two_sizes_that_are_named_have_each_its_bf16_cell() -> None:
+    groups = choose_cells(groups_of("h100"), ("350m/tensorwise", "1p5b/tensorwise"))
+    assert [[cell.size for cell in group] for group in groups] == [["350m"] * 2, ["1p5b"] * 2]
 
 
 # -------------------------------------------------------------------------- what a cell computes
@@ -1187,5 +1200,5 @@ def test_a_wrong_command_gets_a_sentence(
 
 
 def test_a_budget_that_is_too_small_is_said(command: Callable[..., str]) -> None:
-    page = command("suite=toy", "budget=0", out="none.jsonl")
+    page = command("suite=toy", "budget=0", out="none.jsonl", code=3)
     assert "2 cells are left, none fits: give budget=209 or more" in page
