@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from fp8.triton_kernels import (
+    FUSED,
     as_bytes,
     check,
     corner,
@@ -79,6 +80,7 @@ def launch_rope_grad(
         ROWS=ROWS,
         COLUMNS=triton.next_power_of_2(half),
         num_warps=WARPS,
+        **FUSED,
     )
 
 
@@ -113,6 +115,7 @@ def launch_norm(
         ROWS=NORM_ROWS,
         COLUMNS=min(NORM_COLUMNS, triton.next_power_of_2(C)),
         num_warps=NORM_WARPS,
+        **FUSED,
     )
 
 
@@ -152,6 +155,7 @@ def launch_norm_grad(
         ROWS=NORM_ROWS,
         COLUMNS=min(NORM_GRAD_COLUMNS, triton.next_power_of_2(C)),
         num_warps=NORM_WARPS,
+        **FUSED,
     )
 
 

@@ -27,6 +27,9 @@ FORMATS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 ROWS, CAST_COLUMNS, GRAD_COLUMNS, WARPS = 128, 128, 64, 8
 # consecutive programs that write neighbouring lines of the transposed copy: DRAM favours long runs
 GROUP = 8
+# a product and a sum as one fused instruction: Triton's default until 3.9, not from 3.10 on
+# (triton#11270), and a default may not decide which bits a run has
+FUSED = {"enable_fp_fusion": True}
 
 
 def launch(
@@ -70,6 +73,7 @@ def launch_tiles(
         ROWS=rows,
         COLUMNS=columns,
         num_warps=WARPS,
+        **FUSED,
     )
 
 

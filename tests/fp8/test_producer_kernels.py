@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+import triton
 
 from bench.machine_code import check_kernel
 from bench.producer_launches import producer_launches
@@ -249,3 +250,16 @@ def test_kernels_compile_for_an_h100_without_spills(name: str, launched, tmp_pat
     registers = int(re.search(r"REG:(\d+)", usage)[1])
     assert registers <= 128
     assert "STACK:0 " in usage, "spills"
+
+
+@pytest.mark.parametrize("name", producer_launches(WIDE))
+def test_kernels_fuse_products_and_sums_whatever_tritons_default(
+    name: str, monkeypatch: pytest.MonkeyPatch
+):
+    options = []
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(
+        triton.runtime.jit.JITFunction, "run", lambda kernel, *_, **named: options.append(named)
+    )
+    producer_launches(WIDE)[name](load_kernels(monkeypatch))
+    assert [launch["enable_fp_fusion"] for launch in options] == [True]
