@@ -298,6 +298,41 @@ def test_init_scales(n_layer: int):
         assert abs(p.mean().item() - ("norm" in name)) <= 4 * std / math.sqrt(n), name
 
 
+def test_a_frequent_tokens_gradient_is_summed_in_fp32_under_bf16_compute():
+    """A CPU's embedding in BF16 stops at 256 terms (findings/cpu_embedding_bf16_gradient.sh)."""
+    config = replace(TINY, n_layer=1, n_ctx=1024, tied=False)
+    model = build(config, compute_dtype=torch.bfloat16)
+    gradients: list[torch.Tensor] = []
+
+    def keep_gradient(_module, _ids, output):
+        output.register_hook(gradients.append)
+
+    model.wte.register_forward_hook(keep_gradient)
+    same = torch.full((2, config.n_ctx), 7)
+    model(same, same).sum().backward()
+    terms = gradients[0].double().flatten(0, 1)  # (B * T, C)
+    assert model.wte.weight.grad is not None
+    difference = model.wte.weight.grad[7].double() - terms.sum(0)
+    assert difference.norm() < 1e-5 * terms.sum(0).norm()
+
+
+def test_a_norms_gradient_over_many_tokens_is_right_to_bf16():
+    """torch's LayerNorm is 16 % off here (findings/cpu_layer_norm_bf16_gradients.sh)."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(16384, 48, generator=generator).bfloat16()
+    noise = torch.randn(x.shape, generator=generator)
+    grad = (x.float() + noise).bfloat16()
+    norm = RMSNorm(48, 1e-5)
+    torch.nn.init.ones_(norm.weight)
+    norm(x).backward(grad)
+    x64 = x.double()
+    normalised = x64 / (x64.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    exact = (grad.double() * normalised).sum(0)
+    assert norm.weight.grad is not None
+    # each term and the sum are rounded to BF16: 2^-9
+    torch.testing.assert_close(norm.weight.grad.double(), exact, rtol=2**-7, atol=0)
+
+
 @pytest.mark.parametrize("chunk", [None, 7])
 def test_bf16_compute_keeps_fp32_weights_and_gradients_and_norms_inside(chunk: int | None):
     config = replace(VARIANTS["everything"], loss_chunk=chunk)
