@@ -153,13 +153,14 @@ def forecast(points: Points, target: tuple[float, float, float], seed_sd: float 
 
     The union of t-intervals over forms. On the points of the target's ratio: the power law, rays
     with gamma in GAMMAS, from FREE_RAY points the ray with free gamma. Where those cannot speak:
-    the same laws through the lowest loss for each compute, if those are of several sizes and numbers
-    of tokens and the target is near that frontier, and rival surfaces (rivals.py). Beside either, Chinchilla's law where all points, by their
-    trajectories, identify it and it fits them. On the ray that law refutes forms that miss the
-    points while it meets them, by an F-test with the freedom of sizes, not of runs: seeds and
-    branches of a badly tuned size agree wrongly. Noise is the largest of seed_sd, FLOOR and the
-    residuals, on the ray those of the best form: one that misses the points does not make the runs
-    noisier. Raises CannotFit where no form has an interval."""
+    the same laws through the lowest loss for each compute, if those are of several sizes and
+    numbers of tokens and the target is near that frontier, and rival surfaces (rivals.py). Beside
+    either, Chinchilla's law where all points, by their trajectories, identify it and it fits them.
+    On the ray that law refutes forms that miss the points while it meets them, by an F-test with
+    the freedom of sizes, not of runs: seeds and branches of a badly tuned size agree wrongly. Noise
+    is the largest of seed_sd, FLOOR and the residuals, on the ray those of the best form: one that
+    misses the points does not make the runs noisier. Raises CannotFit where no form has an
+    interval."""
     N, D, C = (float(value) for value in target)
     floor = max(seed_sd, FLOOR)
     ray = _at_ratio(points, D / N)

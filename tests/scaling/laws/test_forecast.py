@@ -125,7 +125,7 @@ def test_forms_over_compute_see_the_points_of_the_targets_ratio_alone():
     [
         (points_of(EPOCH, sizes=SMALL[:2], seeds=3), "6 of 6 points"),
         (points_of(EPOCH, (5,)), "0 of 4 points"),
-        # over compute these fall as a curve of one size, or of one number of tokens, does: forecasts
+        # these fall over compute as a curve of one size, or of one number of tokens: forecasts
         # from them missed the law by up to 30 %
         (points_of(EPOCH, (8, 16, 32, 64, 128, 256), sizes=SMALL[:1]), "0 of 6 points"),
         (points_at(*ONE_BUDGET, EPOCH.loss(*ONE_BUDGET)), "0 of 5 points"),
