@@ -171,7 +171,7 @@ def _format_ranking(ranking: RankingResult, words: Words) -> str:
             "Pairs at the largest common budget of each size, the same sizes and"
             f" {words.seeds} for all;"
         )
-    tie = "a tie: the interval of the difference holds 0, or there is none."
+    tie = "a tie: not told from it at 5 %, all pairs of recipes tested together (Holm)."
     left_out = [
         f"Not ranked: {recipe.recipe} ({sentence_of(recipe.reason)})."
         for recipe in ranking.left_out

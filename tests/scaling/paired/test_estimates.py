@@ -8,7 +8,15 @@ import pytest
 from scipy.stats import nct, ttest_1samp
 from scipy.stats import t as student
 
-from scaling.paired.estimates import clusters, estimate, grouped, power, smallest_seen, tost
+from scaling.paired.estimates import (
+    clusters,
+    estimate,
+    grouped,
+    power,
+    smallest_seen,
+    told_together,
+    tost,
+)
 from tests.helpers.paired_runs import exact_sample
 
 # n, mean, standard deviation
@@ -79,3 +87,18 @@ def test_groups_come_in_order_of_their_keys() -> None:
 
 def test_an_empty_list_has_no_groups() -> None:
     assert grouped(np.array([]), lambda value: value) == []
+
+
+@pytest.mark.parametrize(
+    "p_values, told",
+    [
+        ([0.03, 0.2], [False, False]),
+        ([0.06, 0.02], [False, True]),
+        ([0.02, 0.04], [True, True]),
+        ([0.04], [True]),
+    ],
+)
+def test_several_are_told_together_at_five_per_cent(
+    p_values: list[float], told: list[bool]
+) -> None:
+    assert told_together(p_values) == told
