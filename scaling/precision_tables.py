@@ -218,7 +218,8 @@ def _format_costs(result: PrecisionResult, words: Words) -> str:
     speed_up = " Speed-up: throughput ratio net of them." if words.has_speed else ""
     laws = "; ".join(f"{name}: {source}" for name, source in result.laws.items())
     text = [
-        f"Extra compute: by more tokens at this N.{speed_up} In brackets: 95 % interval.",
+        f"Extra compute: by more tokens at this N.{speed_up} In brackets: 95 % interval,"
+        " which takes published laws and those of one size as exact.",
         f"{laws}. Below {si(SMALLEST)} parameters a published law can be wrong by a factor of"
         " ten and more.",
     ]
