@@ -186,18 +186,22 @@ def test_runs_beyond_the_target_are_no_evidence_either(tmp_path: Path, capsys: C
 
 @pytest.fixture(scope="module")
 def measured_gaps(tmp_path_factory: pytest.TempPathFactory) -> PrecisionResult:
-    """Gaps of tensorwise at 10^8 parameters, .5 % in all, and of rowwise at 10^5."""
+    """Gaps of tensorwise at 10^8 parameters, .5 %, and at 10^5, 3 %, and of rowwise at 10^5."""
     folder = tmp_path_factory.mktemp("runs")
-    for recipe, params in (("tensorwise", 10**8), ("rowwise", 10**5)):
+    for params in (10**8, 10**5):
         write_run(folder / f"bf16_{params}", params=params)
-        write_run(folder / f"fp8_{params}", recipe=recipe, params=params, gap=0.01)
+    for recipe, params in (("tensorwise", 10**8), ("tensorwise", 10**5), ("rowwise", 10**5)):
+        write_run(folder / f"{recipe}_{params}", recipe=recipe, params=params, gap=0.01)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lib.plots.render", lambda figure, form: b"")
         precision.main([str(folder)])
     result = read_precision(folder / "law/precision.json")
-    gap = result.common["tensorwise"]
-    half_percent = replace(gap, bf16=replace(gap.bf16, mean=0.5))
-    return replace(result, common={**result.common, "tensorwise": half_percent})
+    percents = {10**8: 0.5, 10**5: 3.0}
+    sizes = [
+        replace(size, bf16=replace(size.bf16, mean=percents[size.params_total]))
+        for size in result.sizes
+    ]
+    return replace(result, sizes=sizes)
 
 
 @pytest.mark.parametrize(
