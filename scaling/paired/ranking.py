@@ -73,9 +73,16 @@ class Ranking:
         return None
 
     @property
+    def is_of_one(self) -> bool:
+        """Whether one recipe alone is ranked, of several."""
+        return len(self.recipes) == 1 and bool(self.left_out)
+
+    @property
     def best(self) -> Ranked | None:
-        """None where none is ranked."""
+        """None where none is ranked, or one alone, which is held against nothing."""
         tied = self.tied
+        if self.is_of_one:
+            return None
         if len(tied) < 2 or self.speed_unknown:
             return tied[0] if tied else None
         return max(tied, key=lambda ranked: ranked.throughput.ratio or 0.0)
