@@ -12,6 +12,7 @@ from scaling.paired.estimates import (
     clusters,
     estimate,
     grouped,
+    p_of_zero,
     power,
     smallest_seen,
     told_together,
@@ -102,3 +103,8 @@ def test_several_are_told_together_at_five_per_cent(
     p_values: list[float], told: list[bool]
 ) -> None:
     assert told_together(p_values) == told
+
+
+def test_the_p_of_a_mean_is_that_of_scipys_t_test() -> None:
+    values = [0.1, 0.4, -0.2, 0.5]
+    assert p_of_zero(estimate(values)) == pytest.approx(ttest_1samp(values, 0).pvalue)

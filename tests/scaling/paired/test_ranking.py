@@ -7,7 +7,7 @@ import pytest
 from scipy.stats import ttest_1samp
 
 from scaling.paired.gaps import Pair
-from scaling.paired.ranking import rank
+from scaling.paired.ranking import rank, told_from_first
 from tests.helpers.paired_runs import fake_pair
 
 SEEDS, SIZES = (1, 2), (40_000, 90_000)
@@ -135,3 +135,9 @@ def test_recipes_that_share_nothing_are_not_ranked() -> None:
     pairs = cells({"rowwise": (0.1, 0.8)}, SIZES[:1]) + cells({"tensorwise": (0.1, 0.8)}, SIZES[1:])
     ranking = rank(pairs, "bf16")
     assert ranking.best is None and len(ranking.left_out) == 2
+
+
+def test_a_recipe_told_from_another_alone_ties_with_the_first() -> None:
+    """c is told from b; a scatters too much to be told from either."""
+    gaps = {"a": [-1.0, 0.0, 1.0], "b": [0.10, 0.11, 0.12], "c": [0.90, 0.91, 0.921]}
+    assert told_from_first(gaps, ["a", "b", "c"]) == set()
