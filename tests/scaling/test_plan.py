@@ -231,6 +231,21 @@ def test_the_gap_is_given_or_measured_or_counted_as_none(
         assert numbers(page, name)[column] == pytest.approx(expected, abs=2e-4)
 
 
+def test_sizes_of_the_gap_weigh_by_their_pairs(
+    tmp_path: Path, measured_gaps: PrecisionResult
+) -> None:
+    """(3 x .5 + 1 x .9) / 4; a size of 10^12 is out of reach."""
+    row = next(row for row in measured_gaps.sizes if row.params_total == 10**8)
+    rows = [
+        replace(row, params_total=params, bf16=replace(row.bf16, n=pairs, mean=percent))
+        for params, pairs, percent in ((10**8, 3, 0.5), (10**9, 1, 0.9), (10**12, 1, 7.0))
+    ]
+    edit(tmp_path / "precision.json", **worded(replace(measured_gaps, sizes=rows)))
+    options = Options(gpus=8, hours=1, gpu="h100", law=str(tmp_path / "law.json"))
+    sizes = [SizeOnGPU("a", N, 6 * N, 0.4, 1.2) for N in (5e7, 1.5e9)]
+    assert plan.read_gap(options, sizes).share == pytest.approx(0.006)
+
+
 def test_at_the_named_gap_both_precisions_reach_one_loss(capsys: Capsys) -> None:
     page = ask(capsys, "gap=0")
     level = re.search(r"FP8 equals BF16 at a gap of (\S+) %", page)[1]
