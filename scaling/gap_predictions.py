@@ -246,7 +246,7 @@ def _prediction(
     inputs = [pair for pair in pairs if pair.fp8.recipe == target.recipe]
     first = inputs[0].fp8
     if bf16_law is not None:
-        bf16_law = replace(bf16_law, covariance=None)
+        bf16_law = replace(bf16_law, covariance=None, size_covariance=None)
     prediction = GapPrediction(
         schema_version=SCHEMA_VERSION,
         target=target,

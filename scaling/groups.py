@@ -44,6 +44,12 @@ from scaling.records import Record
 RESAMPLED = 2_000_000
 FEWEST_RESAMPLES = 200
 FORMS = (CHINCHILLA, "ray", "power_n", "power_d", "power_c", "isoflop")
+# exponents of N or D alone over those of C on a ray: gamma = alpha beta / (alpha + beta)
+ALONG_ONE_AXIS = 2
+ALONE = {
+    "D": "one of the tokens alone: all points are of one size",
+    "N": "one of the size alone: all points have one number of tokens",
+}
 FAR = 10  # times the largest compute: where the doubt in the form is told
 
 
@@ -161,6 +167,8 @@ class Group:
             # as much larger.
             log_x, log_c = np.log(self.x[axis]), np.log(self.x["C"])
             factor = float(np.polyfit(log_x, log_c, 1)[0])
+            if self.points.only_axis is not None:
+                factor *= ALONG_ONE_AXIS
             bands[axis] = fit_band(self.x[axis], self.loss, axis.lower(), factor)
         return bands
 
@@ -270,7 +278,8 @@ def fit_points(
     laws = {form: _fit(form, points, axes, first, seed_sd, resamples) for form in FORMS}
     surface = laws[CHINCHILLA]
     lack = lack_of_fit(surface, points, seed_sd) if surface.identified else None
-    headline = choose_headline(laws, ray, is_misfit=lack is not None and not insist)
+    is_misfit = lack is not None and not insist
+    headline = choose_headline(laws, ray, is_misfit, points.only_axis if has_tokens else None)
     is_isoflop, is_surface = headline.form == "isoflop", headline.form == CHINCHILLA
     return Group(
         recipe=name,
@@ -312,9 +321,12 @@ def _fit(
 
 
 def choose_headline(
-    laws: dict[str, Fit], ray: tuple[float, float] | None, is_misfit: bool
+    laws: dict[str, Fit],
+    ray: tuple[float, float] | None,
+    is_misfit: bool,
+    only_axis: str | None = None,
 ) -> Headline:
-    """The strongest law that the points identify and that fits them."""
+    """The strongest law that the points identify and that fits them; only_axis: of Points."""
     if ray is None:
         return Headline(
             "power_n", "the table gives N alone, so only the power law in N can be fitted"
@@ -331,7 +343,9 @@ def choose_headline(
     if laws["ray"].identified:
         return Headline("ray", f"{why}: ray law instead")
     why = f"{why}: power law in C instead"
-    if not on_one_ray(ray):
+    if only_axis is not None:
+        why += f", which here is {ALONE[only_axis]}"
+    elif not on_one_ray(ray):
         why += ", which mixes the effects of size and of data"
     return Headline("power_c", why)
 

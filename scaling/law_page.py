@@ -182,8 +182,11 @@ def _frontier_line(frontier: Fit) -> str:
 
 def _doubt_lines(group: Group) -> list[str]:
     """What the forms say at FAR times the largest compute."""
+    place = ""
     if group.form_doubt:
-        low, high = group.form_doubt.low, group.form_doubt.high
+        doubt = group.form_doubt
+        low, high = doubt.low, doubt.high
+        place = f" (N {si(doubt.N)}, D {si(doubt.D)})"
     else:
         losses = [float(form.predict(FAR * group.x["C"].max())) for form in _forms_over_c(group)]
         if not losses and group.is_surface:
@@ -192,8 +195,8 @@ def _doubt_lines(group: Group) -> list[str]:
             return []
         low, high = min(losses), max(losses)
     return [
-        f"  doubt in the form: at ten times the largest compute {low:.4g} to {high:.4g} nats per"
-        " token"
+        f"  doubt in the form: at ten times the largest compute{place} {low:.4g} to {high:.4g} nats"
+        " per token"
     ]
 
 

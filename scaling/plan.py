@@ -306,13 +306,17 @@ def read_gap(options: Options, sizes: Sequence[SizeOnGPU]) -> GapSource:
         return GapSource(options.gap / 100, f"FP8's loss gap: {options.gap:g} %, as given")
     path = Path(options.law).parent / "precision.json" if options.law else None
     if path is not None and path.is_file():
-        result = read_precision(path)
         smallest, largest = sizes[0].N / REACH, sizes[-1].N * REACH
-        for row in result.sizes:
-            if row.recipe == options.recipe and smallest <= row.params_total <= largest:
-                gap = result.common[options.recipe].bf16.mean
-                note = f"FP8's loss gap: {gap:+.3f} % for {options.recipe}, from {path}"
-                return GapSource(gap / 100, note)
+        rows = [row for row in read_precision(path).sizes if row.recipe == options.recipe]
+        near = [row for row in rows if smallest <= row.params_total <= largest]
+        if near:
+            # the gap over all sizes holds those out of reach too
+            pairs = [row.bf16.n for row in near]
+            gap = float(np.average([row.bf16.mean for row in near], weights=pairs))
+            note = f"FP8's loss gap: {gap:+.3f} % for {options.recipe}, from {path}"
+            if len(near) < len(rows):
+                note += f" without sizes below {si(smallest)} or above {si(largest)} parameters"
+            return GapSource(gap / 100, note)
     return GapSource(
         0.0,
         f"FP8's loss gap: not measured for {options.recipe} at such sizes and counted as 0;"

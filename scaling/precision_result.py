@@ -97,7 +97,7 @@ class RecipeDifference:
 class RankingResult:
     """Which recipe is the best."""
 
-    best: str | None  # null: none is ranked
+    best: str | None  # null: none is ranked, or one of several alone
     reason: str  # why, in words
     recipes: list[Ranked]  # from the lowest gap on
     left_out: list[LeftOut]  # that are not ranked
@@ -346,6 +346,11 @@ def _ranking_result(ranking: Ranking) -> RankingResult:
 
 
 def _format_best(ranking: Ranking, best: Ranked | None) -> str:
+    if ranking.is_of_one:
+        return (
+            f"none, as {ranking.recipes[0].recipe} alone is ranked and so compared with nothing;"
+            " compare=RECIPE:OTHER sets two side by side over the pairs that both have."
+        )
     if best is None:
         return (
             "No recipe that differs from the baseline ran wherever more than half of the others"

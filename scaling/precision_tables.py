@@ -171,7 +171,7 @@ def _format_ranking(ranking: RankingResult, words: Words) -> str:
             "Pairs at the largest common budget of each size, the same sizes and"
             f" {words.seeds} for all;"
         )
-    tie = "a tie: the interval of the difference holds 0, or there is none."
+    tie = "a tie: not told from it at 5 %, all pairs of recipes tested together (Holm)."
     left_out = [
         f"Not ranked: {recipe.recipe} ({sentence_of(recipe.reason)})."
         for recipe in ranking.left_out
@@ -218,7 +218,8 @@ def _format_costs(result: PrecisionResult, words: Words) -> str:
     speed_up = " Speed-up: throughput ratio net of them." if words.has_speed else ""
     laws = "; ".join(f"{name}: {source}" for name, source in result.laws.items())
     text = [
-        f"Extra compute: by more tokens at this N.{speed_up} In brackets: 95 % interval.",
+        f"Extra compute: by more tokens at this N.{speed_up} In brackets: 95 % interval,"
+        " which takes published laws and those of one size as exact.",
         f"{laws}. Below {si(SMALLEST)} parameters a published law can be wrong by a factor of"
         " ten and more.",
     ]

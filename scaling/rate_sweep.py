@@ -61,7 +61,8 @@ class Optimum:
     bracket: list[float]  # the rates below and above the best one
     curvature: float  # of ln loss by ln rate squared
     rates: list[float]  # that the parabola goes through
-    flat: list[float]  # between these the loss is within 0.1 % of the lowest
+    # between these the loss is within 0.1 % of the lowest; not beyond the rates of the parabola
+    flat: list[float]
 
 
 @dataclass(frozen=True)
@@ -223,6 +224,7 @@ def _optimum(means: dict[float, float], best: float | None) -> tuple[Optimum | N
         bracket=[three[0], three[2]],
         curvature=float(curvature),
         rates=three,
-        flat=[lr / reach, lr * reach],
+        # beyond its rates a parabola knows nothing: a flat one would promise decades of them
+        flat=[max(lr / reach, three[0]), min(lr * reach, three[2])],
     )
     return optimum, None

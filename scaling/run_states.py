@@ -6,7 +6,7 @@ A run that lives holds the lock of its log: that tells a running run from one th
 import fcntl
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -190,16 +190,17 @@ def _bf16_peak(gpu: str) -> float:
 
 
 def format_grid(rows: Sequence[Row], folder: Path, options: TimeOptions) -> str:
-    """A line per run: size, budget, where it branches off, FLOPs of its own steps, GPU time with
-    its start, state; then sums."""
+    """A line per run: size, budget, where it branches off, FLOPs of its own steps, time of a
+    processor with its start, state; then sums."""
     run_times = {row: run_time_of(row, rows, folder, options) for row in rows}
+    processor = _processor(run_times.values())
     whole = {row: row.own_tokens for row in rows}
     remaining = {row: tokens_left(row, folder) for row in not_done(rows, folder)}
-    heads = ["run", "N", "tokens/N", "tokens", "from step", "FLOPs", "GPU time", "state"]
+    heads = ["run", "N", "tokens/N", "tokens", "from step", "FLOPs", f"{processor} time", "state"]
     cells = [_cells_of(row, folder, run_times[row], options) for row in rows]
     lines = [
-        _format_sum("", whole, run_times, options),
-        _format_sum("left: ", remaining, run_times, options),
+        f"{_format_sum(whole, run_times, options)} of a {processor}",
+        f"left: {_format_sum(remaining, run_times, options)} of a {processor}",
     ]
     if any(run_time.device is None for run_time in run_times.values()):
         lines.append(
@@ -209,6 +210,15 @@ def format_grid(rows: Sequence[Row], folder: Path, options: TimeOptions) -> str:
         )
     lines += _format_measured(run_times)
     return "\n".join([grid([heads, *cells]), "", *lines])
+
+
+def _processor(run_times: Iterable[RunTime]) -> str:
+    """What the times are of: a run without a measured one is assumed to train on a GPU."""
+    devices = [run_time.device or "" for run_time in run_times]
+    on_cpu = [device.startswith("cpu") for device in devices]
+    if on_cpu and all(on_cpu):
+        return "CPU"
+    return "CPU or GPU" if any(on_cpu) else "GPU"
 
 
 def _cells_of(row: Row, folder: Path, run_time: RunTime, options: TimeOptions) -> list[str]:
@@ -226,16 +236,15 @@ def _cells_of(row: Row, folder: Path, run_time: RunTime, options: TimeOptions) -
 
 
 def _gpu_seconds(run_time: RunTime, tokens: int, options: TimeOptions) -> float:
-    """Seconds of one GPU, whose number is the run's for as long as it starts and ends."""
+    """Seconds of one GPU, or of one process on a CPU, of which a run holds so many for as long as
+    it starts and ends."""
     return run_time.start_s * options.gpus + tokens / run_time.tok_per_s
 
 
-def _format_sum(
-    title: str, tokens: dict[Row, int], run_times: dict[Row, RunTime], options: TimeOptions
-) -> str:
+def _format_sum(tokens: dict[Row, int], run_times: dict[Row, RunTime], options: TimeOptions) -> str:
     flops = sum(count * row.flops_per_token for row, count in tokens.items())
     seconds = sum(_gpu_seconds(run_times[row], count, options) for row, count in tokens.items())
-    return f"{title}{len(tokens)} runs: {flops:.3g} FLOPs, {duration(seconds)} of a GPU"
+    return f"{len(tokens)} runs: {flops:.3g} FLOPs, {duration(seconds)}"
 
 
 def _format_measured(run_times: dict[Row, RunTime]) -> list[str]:

@@ -15,7 +15,7 @@ from lib.errors import UserError
 from lib.text import listed
 from scaling.gap_words import TableColumns
 from scaling.paired.gaps import Gap, Pair
-from scaling.tables import FEWEST_PARAMETERS, Table, read_table, unit_doubts
+from scaling.tables import FEWEST_PARAMETERS, Table, loss_doubts, read_table, unit_doubts
 
 # cells of the arm column, in any case, that name the baseline
 BASELINES = ("bf16", "bfloat16", "baseline")
@@ -86,6 +86,8 @@ def read_table_pairs(
         D = np.array([run.tokens for run in runs.values()], dtype=float)
         doubts += unit_doubts(N, D, path.name)
         doubts += mixed_unit_doubts({line: run.N for line, run in runs.items()}, path.name)
+    losses = np.array([run.loss_bf16 for run in runs.values()])
+    doubts += loss_doubts(losses, loss, path.name)
     if unpaired:
         doubts.append(f"unpaired rows of {path.name}: lines {listed(unpaired)}")
     return TablePairs(list(runs.values()), pairs, doubts, list(table.notes), table.sha256, columns)

@@ -6,7 +6,7 @@ counted and listed by line."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,7 @@ from lib.errors import UserError
 from lib.files import file_sha256
 from lib.text import listed, nearest
 from scaling.laws import Points
-from scaling.tables import Line, Row, Table, joined, read_table, unit_doubts
+from scaling.tables import Line, Row, Table, joined, loss_doubts, read_table, unit_doubts
 
 Rows = dict[Line, Row]
 
@@ -79,6 +79,8 @@ class LinesLeftOut:
 
     loss_missing: list[Line]  # lines whose loss is empty or not finite
     highest_losses: list[Line]  # lines that --drop-highest leaves out
+    # lines that repeat an earlier one in every cell: no second run
+    copies: list[Line] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -136,12 +138,13 @@ def read_points(
     table = _read(path, runs, columns, filters)
     rows = table.rows
     matching = _matching_lines(path, rows, filters)
-    finite = _finite_lines(path, rows, matching, loss, drop_highest)
-    missing = [line for line in matching if rows[line][loss].lower() in MISSING]
+    distinct, copies = _without_copies(rows, matching)
+    finite = _finite_lines(path, rows, distinct, loss, drop_highest)
+    missing = [line for line in distinct if rows[line][loss].lower() in MISSING]
     numbers = {name: _numbers(path, rows, finite, name) for name in columns.of_numbers}
     is_highest = _is_highest(numbers[loss], drop_highest)
     lines = _at(finite, ~is_highest)
-    left_out = LinesLeftOut(missing, _at(finite, is_highest))
+    left_out = LinesLeftOut(missing, _at(finite, is_highest), copies)
     of_points = {name: values[~is_highest] for name, values in numbers.items()}
     points = _points(of_points, columns, _trajectories(rows, lines, cluster))
     source = TableSource(
@@ -175,6 +178,21 @@ def _matching_lines(path: Path, rows: Rows, filters: dict[str, list[str]]) -> li
     """The lines that meet the conditions. Raises UserError as _check_filters()."""
     _check_filters(path, rows, filters)
     return [line for line, row in rows.items() if _meets(row, filters)]
+
+
+def _without_copies(rows: Rows, lines: Sequence[Line]) -> tuple[list[Line], list[Line]]:
+    """(the lines, those that repeat an earlier one in every cell): counted as runs, copies would
+    make intervals narrow."""
+    seen: set[tuple[str, ...]] = set()
+    distinct, copies = [], []
+    for line in lines:
+        cells = tuple(rows[line].values())
+        if cells in seen:
+            copies.append(line)
+        else:
+            distinct.append(line)
+        seen.add(cells)
+    return distinct, copies
 
 
 def _finite_lines(
@@ -325,6 +343,7 @@ def _notes(
     """Doubts of units, how the table was read, and what was left out of so many matching rows."""
     D = points.D if source.columns.has_tokens else None
     doubts = unit_doubts(points.N, D, path.name)
+    doubts += loss_doubts(points.loss, source.columns.loss, path.name)
     return [
         *(f"WARNING: {doubt}" for doubt in doubts),
         *table.notes,
@@ -350,6 +369,7 @@ def _notes_on_filters(source: TableSource, matching: int) -> list[str]:
 
 def _notes_on_left_out(left_out: LinesLeftOut, matching: int) -> list[str]:
     reasons = (
+        ("which repeat another in every cell and so are no further runs", left_out.copies),
         ("their loss is empty or not finite", left_out.loss_missing),
         ("the highest losses", left_out.highest_losses),
     )

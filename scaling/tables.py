@@ -32,6 +32,15 @@ NAME_COLUMNS = ("run", "Run", "Name", "name", "run_id")  # of a table that descr
 # at the largest run of a table, below which its unit is doubted
 FEWEST_PARAMETERS, FEWEST_TOKENS = 5_000, 50_000
 SPACED = "the table is separated by spaces: quote names that hold one, or use commas"
+# what a column of losses seems to hold -> words of its name, "_" between them
+OTHER_LOSSES = {
+    "bits per byte": re.compile(r"(?<![a-z])(bpb|bits_per_byte)(?![a-z])"),
+    "bits per character": re.compile(r"(?<![a-z])(bpc|bits_per_char(acter)?)(?![a-z])"),
+    "bits per token": re.compile(r"(?<![a-z])bits_per_token(?![a-z])"),
+    "perplexities": re.compile(r"(?<![a-z])(ppl|perplexity)(?![a-z])"),
+}
+# nats per token: ln of 440,000; a guess among all tokens of a vocabulary costs less
+HIGHEST_LOSS = 13.0
 USUAL_RATIOS = 0.05, 100_000.0  # tokens per parameter
 
 
@@ -234,3 +243,22 @@ def unit_doubts(N: np.ndarray, D: np.ndarray | None, name: str) -> list[str]:
                 " the same unit?"
             )
     return [f"{name}: {doubt} Give counts such as 1.24e8; nothing is converted" for doubt in doubts]
+
+
+def loss_doubts(losses: np.ndarray, column: str, name: str) -> list[str]:
+    """A line where losses seem to be no nats per token, by the words of their column's name or by
+    their middle."""
+    words = re.sub(r"[^a-z]+", "_", column.lower())
+    kinds = [kind for kind, pattern in OTHER_LOSSES.items() if pattern.search(words)]
+    middle = float(np.median(losses))
+    if not kinds and middle > HIGHEST_LOSS:
+        kinds = [f"perplexities, {middle:.3g} in the middle"]
+    if not kinds:
+        return []
+    remedy = "multiply them by ln 2 and, where they are per byte or character, by those of a token"
+    if kinds[0].startswith("perplexities"):
+        remedy = "give their logarithms"
+    return [
+        f"{name}: column {column!r} seems to hold {kinds[0]}: losses count as nats per token here,"
+        f" as published laws and every line below do; {remedy}. Nothing is converted"
+    ]

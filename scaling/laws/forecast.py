@@ -153,13 +153,14 @@ def forecast(points: Points, target: tuple[float, float, float], seed_sd: float 
 
     The union of t-intervals over forms. On the points of the target's ratio: the power law, rays
     with gamma in GAMMAS, from FREE_RAY points the ray with free gamma. Where those cannot speak:
-    the same laws through the lowest loss for each compute, if the target is near that frontier, and
-    rival surfaces (rivals.py). Beside either, Chinchilla's law where all points, by their
-    trajectories, identify it and it fits them. On the ray that law refutes forms that miss the
-    points while it meets them, by an F-test with the freedom of sizes, not of runs: seeds and
-    branches of a badly tuned size agree wrongly. Noise is the largest of seed_sd, FLOOR and the
-    residuals, on the ray those of the best form: one that misses the points does not make the runs
-    noisier. Raises CannotFit where no form has an interval."""
+    the same laws through the lowest loss for each compute, if those are of several sizes and
+    numbers of tokens and the target is near that frontier, and rival surfaces (rivals.py). Beside
+    either, Chinchilla's law where all points, by their trajectories, identify it and it fits them.
+    On the ray that law refutes forms that miss the points while it meets them, by an F-test with
+    the freedom of sizes, not of runs: seeds and branches of a badly tuned size agree wrongly. Noise
+    is the largest of seed_sd, FLOOR and the residuals, on the ray those of the best form: one that
+    misses the points does not make the runs noisier. Raises CannotFit where no form has an
+    interval."""
     N, D, C = (float(value) for value in target)
     floor = max(seed_sd, FLOOR)
     ray = _at_ratio(points, D / N)
@@ -289,7 +290,8 @@ def _rivals(points: Points, target: tuple[float, float, float], floor: float) ->
     forms = Forms()
     lowest = frontier_of(points)
     low, high = lowest.ray
-    if low / NEAR_FRONTIER <= D / N <= high * NEAR_FRONTIER:
+    is_near = low / NEAR_FRONTIER <= D / N <= high * NEAR_FRONTIER
+    if is_near and _grows_along_both(lowest):
         forms = _laws_of_compute(lowest, C, floor, "frontier ")
     for rival in _surfaces(_thinned(points), (N, D)):
         forms.rows[rival.form] = _row_of_rival(rival, max(floor, rival.residual_rms))
@@ -302,6 +304,17 @@ def _rivals(points: Points, target: tuple[float, float, float], floor: float) ->
     return forms
 
 
+def _grows_along_both(lowest: Points) -> bool:
+    """Whether the lowest losses are of several sizes and of several numbers of tokens. Those of one
+    size fall with tokens alone: over compute they say nothing of another size."""
+    return min(_levels(lowest.N), _levels(lowest.D)) > 1
+
+
+def _levels(x: np.ndarray) -> int:
+    """How many different values there are, to about a per cent."""
+    return len(np.unique(np.round(np.log(x), 2)))
+
+
 def _thinned(points: Points) -> Points:
     """ENOUGH points at most, evenly over compute."""
     by_compute = np.argsort(points.C, kind="stable")
@@ -312,8 +325,8 @@ def _thinned(points: Points) -> Points:
 def _surfaces(points: Points, target: tuple[float, float]) -> list[rivals.Rival]:
     """Rival surfaces where sizes and ratios are enough to tell N from D."""
     low, high = points.ray
-    sizes, tokens = (len(np.unique(np.round(np.log(x), 2))) for x in (points.N, points.D))
-    if high < SPREAD * low * 0.99 or min(sizes, tokens) < LEVELS:
+    levels = min(_levels(points.N), _levels(points.D))
+    if high < SPREAD * low * 0.99 or levels < LEVELS:
         return []
     surfaces = [rivals.power_surface(points, target)]
     surfaces += [rivals.surface_with(gamma, points, target) for gamma in GAMMAS]

@@ -34,6 +34,15 @@ class Points:
         ratios = self.D / self.N
         return float(ratios.min()), float(ratios.max())
 
+    @property
+    def only_axis(self) -> str | None:
+        """Along which the points differ where it is one alone: "D" at one size, "N" at one number
+        of tokens."""
+        is_one_size, is_one_budget = (np.ptp(np.log(x)) < ONE_SIZE for x in (self.N, self.D))
+        if is_one_size == is_one_budget:
+            return None
+        return "D" if is_one_size else "N"
+
     def take(self, index: np.ndarray) -> "Points":
         """The points at `index`: positions, or a mask of shape (n,)."""
         return Points(

@@ -34,6 +34,9 @@ class Surface:
     # of (ln B, beta); null: the constants are taken as exact
     covariance: np.ndarray | None = None
     counts: str = "total"  # which parameters N is: params_total, params_nonembed
+    # of (ln A, alpha); null: the constants are taken as exact
+    size_covariance: np.ndarray | None = None
+    law_dof: int | None = None  # degrees of freedom of both covariances; null: many
 
     def loss(self, N: Number, D: Number) -> Number:
         """Nats per token; N, D: numbers or arrays of one shape."""
@@ -54,6 +57,19 @@ class Surface:
         if not self.A:
             return None
         return _power(1 + gap / (self.A * N**-self.alpha), -1 / self.alpha)
+
+    def error_of_extra_tokens(self, gap: float, D: float) -> float:
+        """Standard error of ln extra_tokens by the law's own, at a gap that is exact."""
+        if self.covariance is None:
+            return 0.0
+        return _error_of_power(gap / (self.B * D**-self.beta), self.beta, D, self.covariance)
+
+    def error_of_effective_parameters(self, gap: float, N: float) -> float:
+        """Standard error of ln effective_parameters by the law's own, at a gap that is exact."""
+        if self.size_covariance is None:
+            return 0.0
+        share = -gap / (self.A * N**-self.alpha)
+        return _error_of_power(share, self.alpha, N, self.size_covariance)
 
     def speedup(
         self,
@@ -84,6 +100,15 @@ def _power(base: float, exponent: float) -> float | None:
     """base^exponent; None for a base that is not above 0, or a result beyond 10^100 either way."""
     log = exponent * math.log(base) if base > 0 else math.inf
     return base**exponent if abs(log) < BEYOND else None
+
+
+def _error_of_power(share: float, exponent: float, x: float, covariance: np.ndarray) -> float:
+    """Standard error of ln (1 - share) / exponent, share: a gap over factor x^-exponent;
+    covariance: of (ln factor, exponent). By the delta method."""
+    of_factor = share / (1 - share) / exponent
+    of_exponent = -math.log1p(-share) / exponent**2 - of_factor * math.log(x)
+    gradient = np.array([of_factor, of_exponent])
+    return math.sqrt(max(float(gradient @ covariance @ gradient), 0.0))
 
 
 # The minimum of the summed Huber(1e-3) on Epoch AI's 240 points; the constants printed in their
@@ -128,12 +153,32 @@ def own_surface(
         return None, fit.reason
     optimum = fit.optimum
     assert optimum is not None and optimum.covariance is not None
-    # The solver's B is the factor at the centre of ln D: ln B = b + beta * centre.
-    to_natural = np.array([[1.0, optimum.centres[1]], [0.0, 1.0]])
-    covariance = to_natural @ optimum.covariance[np.ix_((2, 4), (2, 4))] @ to_natural.T
+    # theta is ln E, ln A, ln B, alpha, beta
+    size_covariance = _natural_covariance(optimum.covariance, (1, 3), optimum.centres[0])
+    covariance = _natural_covariance(optimum.covariance, (2, 4), optimum.centres[1])
     values = [fit.parameters[key] for key in ("E", "A", "B", "alpha", "beta")]
     E, A, B, alpha, beta = [value for value in values if value is not None]
-    return Surface("own", source, E, A, B, alpha, beta, covariance, counts), None
+    own = Surface(
+        "own",
+        source,
+        E,
+        A,
+        B,
+        alpha,
+        beta,
+        covariance,
+        counts,
+        size_covariance=size_covariance,
+        law_dof=optimum.dof,
+    )
+    return own, None
+
+
+def _natural_covariance(covariance: np.ndarray, rows: tuple[int, int], centre: float) -> np.ndarray:
+    """(2, 2) of (ln factor, exponent) from that of the solver's parameters, whose factor stands at
+    the centre of ln x: ln factor = theta + exponent * centre."""
+    to_natural = np.array([[1.0, centre], [0.0, 1.0]])
+    return to_natural @ covariance[np.ix_(rows, rows)] @ to_natural.T
 
 
 def local_surface(D: np.ndarray, L: np.ndarray, source: str = "") -> Surface | None:
@@ -224,6 +269,15 @@ def cost_of_gap(surface: Surface, N: float, D: float, nats: Estimate, speed: Thr
     )
     speedup, ends = _speedup(surface, D, nats, speed)
     why = speed.reason
+    if tokens is not None:
+        half = _t_of_law(surface) * surface.error_of_extra_tokens(nats.mean, D)
+        tokens_low, tokens_high = (_widened(tokens, end, half) for end in (tokens_low, tokens_high))
+    if parameters is not None:
+        half = _t_of_law(surface) * surface.error_of_effective_parameters(nats.mean, N)
+        ends_of_parameters = (parameters_low, parameters_high)
+        parameters_low, parameters_high = (
+            _widened(parameters, end, half) for end in ends_of_parameters
+        )
     if tokens is None:
         most = surface.B * D**-surface.beta
         why = reason("gap_beyond_data", nats=nats.mean, law=surface.name, most=most)
@@ -237,6 +291,20 @@ def cost_of_gap(surface: Surface, N: float, D: float, nats: Estimate, speed: Thr
         speedup_ci95=ends,
         reason=None if speedup else why,
     )
+
+
+def _t_of_law(surface: Surface) -> float:
+    """Standard errors of the law to an end of its 95 % interval."""
+    return float(stdtrit(surface.law_dof or math.inf, 0.975))
+
+
+def _widened(value: float, end: float | None, half: float) -> float | None:
+    """An interval's end by the gap alone, moved out by the law's error `half` in the logarithm,
+    which is independent of the gap's."""
+    if end is None or not half:
+        return end
+    distance = math.log(end / value)
+    return value * math.exp(math.copysign(math.hypot(distance, half), distance))
 
 
 def _mapped(law, gap: float | None) -> float | None:

@@ -74,6 +74,23 @@ def tost(gap: Estimate, margin: float) -> float | None:
     return float(stdtr(gap.n - 1, -(margin - abs(gap.mean)) / gap.se))
 
 
+def p_of_zero(value: Estimate) -> float | None:
+    """p of the two-sided t-test that the mean is 0; None: no interval."""
+    if value.se is None:
+        return None
+    return float(2 * stdtr(value.n - 1, -abs(value.mean) / value.se))
+
+
+def told_together(p_values: Sequence[float]) -> list[bool]:
+    """Which of several tests reject by Holm's procedure at 5 % for all of them together."""
+    is_told = [False] * len(p_values)
+    for rank, index in enumerate(np.argsort(p_values)):
+        if p_values[index] >= ALPHA / (len(p_values) - rank):
+            break
+        is_told[index] = True
+    return is_told
+
+
 def chi2_quantiles(dof: int) -> np.ndarray:
     """Quantiles of chi squared at even probabilities, NODES mapped to 0 to 1: shape (200,)."""
     return 2 * gammaincinv(dof / 2, (1 + NODES) / 2)

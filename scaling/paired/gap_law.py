@@ -15,7 +15,7 @@ from scipy import stats
 
 from scaling.laws import LEVELS, ONE_RAY
 from scaling.paired.cost import Surface
-from scaling.paired.estimates import ALPHA, POWER, grouped
+from scaling.paired.estimates import ALPHA, POWER, grouped, told_together
 from scaling.paired.gap_cells import CannotFitGap, Cells, GapPoints, PairNoise, cells_of
 from scaling.paired.gap_effective import EffectiveFit, fit_effective
 from scaling.paired.gap_power import LIMIT, PowerFit, fit_power, power_axes
@@ -381,16 +381,6 @@ def _judged_exponents(
         replace(exponent, is_told=is_one_told)
         for exponent, is_one_told in zip(exponents, is_told, strict=True)
     ]
-
-
-def told_together(p_values: list[float]) -> list[bool]:
-    """Which of several tests reject by Holm's procedure at 5 % for all of them together."""
-    is_told = [False] * len(p_values)
-    for rank, index in enumerate(np.argsort(p_values)):
-        if p_values[index] >= ALPHA / (len(p_values) - rank):
-            break
-        is_told[index] = True
-    return is_told
 
 
 def _exponent(power: PowerFit, name: str, squares_without: float, is_gap_told: bool) -> Exponent:

@@ -13,12 +13,23 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lib.text import si
 from scaling import fit as cli
 from scaling.groups import fit_group, fit_points, seed_noise
+from scaling.law_page import headline_lines
 from scaling.laws import Points, fit_law
 from scaling.records import read_runs
 from tests.conftest import asked, process
-from tests.helpers.law_points import FOLDER, ROUND, early, made, published
+from tests.helpers.law_points import (
+    FOLDER,
+    ROUND,
+    early,
+    law,
+    made,
+    noisy,
+    points_at,
+    published,
+)
 from tests.helpers.scaling_runs import edit, strict, write_branches, write_ladder, write_run
 from tests.law_trials import (
     TRUTH,
@@ -236,6 +247,41 @@ def test_the_headline_is_what_the_runs_identify(
     assert content["laws"] == group["laws"]  # of one group: at the top too
     assert not group["laws"]["chinchilla"]["identified"]
     assert group["laws"]["ray"]["identified"] == (form == "ray")
+
+
+def along_one_axis(axis: str) -> tuple[np.ndarray, np.ndarray]:
+    """N and D of seven points of which the one is alike."""
+    alike = {"N": 20e9, "D": 300e6}[axis]  # tokens, parameters
+    varied = {"N": np.geomspace(3e7, 3e9, 7), "D": np.geomspace(1e9, 64e9, 7)}[axis]
+    constant = np.full(7, alike)
+    return (varied, constant) if axis == "N" else (constant, varied)
+
+
+@pytest.mark.parametrize(("axis", "words"), [("D", "the tokens alone"), ("N", "the size alone")])
+def test_points_of_one_size_or_one_number_of_tokens_mix_nothing(axis: str, words: str):
+    N, D = along_one_axis(axis)
+    group = fit_points(points_at(N, D, noisy(N, D, 1e-3)), "table.csv")
+    assert group.headline == "power_c" and words in group.headline_reason
+    assert "mixes" not in group.headline_reason
+
+
+@pytest.mark.parametrize("axis", ["D", "N"])
+def test_the_doubt_along_one_axis_holds_the_law(axis: str):
+    """C grows with the tokens, or the size, alone: the law falls with its exponent, .35, not with
+    the .18 of a ray."""
+    N, D = along_one_axis(axis)
+    group = fit_points(points_at(N, D, noisy(N, D, 1e-3)), "table.csv")
+    far = {"N": (10 * N[-1], D[-1]), "D": (N[-1], 10 * D[-1])}[axis]
+    losses = [float(form.predict(60 * N[-1] * D[-1])) for form in group.bands["C"]]
+    assert min(losses) < law(*far) < max(losses)
+
+
+def test_the_doubt_says_of_which_run_it_is():
+    group = fit_points(made(noise=1e-3), "table.csv", resamples=0)
+    doubt = group.form_doubt
+    assert doubt is not None
+    place = f"(N {si(doubt.N)}, D {si(doubt.D)})"
+    assert f"at ten times the largest compute {place} " in "\n".join(headline_lines(group))
 
 
 # ------------------------------------------------------------------------------ a study of branches

@@ -71,6 +71,12 @@ def test_between_the_flat_ends_the_loss_is_within_a_thousandth() -> None:
     assert [known(low) / 3.2, known(high) / 3.2] == pytest.approx([math.exp(0.001)] * 2)
 
 
+def test_a_flat_parabola_promises_nothing_beyond_its_rates() -> None:
+    """.032 costs 2 %; the parabola through three equal losses would call it as good as the best."""
+    losses = dict(zip(RATES, (3.3, 3.20001, 3.2, 3.20001, 3.264), strict=True))
+    assert optimum_of(trials(loss=lambda lr: losses[lr])).flat == [0.004, 0.016]
+
+
 def test_the_lowest_rate_and_its_neighbours_alone_are_fitted() -> None:
     def no_parabola(lr: float) -> float:
         cubic = 0.003 * math.log(lr / 0.007) ** 3

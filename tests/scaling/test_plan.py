@@ -186,18 +186,22 @@ def test_runs_beyond_the_target_are_no_evidence_either(tmp_path: Path, capsys: C
 
 @pytest.fixture(scope="module")
 def measured_gaps(tmp_path_factory: pytest.TempPathFactory) -> PrecisionResult:
-    """Gaps of tensorwise at 10^8 parameters, .5 % in all, and of rowwise at 10^5."""
+    """Gaps of tensorwise at 10^8 parameters, .5 %, and at 10^5, 3 %, and of rowwise at 10^5."""
     folder = tmp_path_factory.mktemp("runs")
-    for recipe, params in (("tensorwise", 10**8), ("rowwise", 10**5)):
+    for params in (10**8, 10**5):
         write_run(folder / f"bf16_{params}", params=params)
-        write_run(folder / f"fp8_{params}", recipe=recipe, params=params, gap=0.01)
+    for recipe, params in (("tensorwise", 10**8), ("tensorwise", 10**5), ("rowwise", 10**5)):
+        write_run(folder / f"{recipe}_{params}", recipe=recipe, params=params, gap=0.01)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lib.plots.render", lambda figure, form: b"")
         precision.main([str(folder)])
     result = read_precision(folder / "law/precision.json")
-    gap = result.common["tensorwise"]
-    half_percent = replace(gap, bf16=replace(gap.bf16, mean=0.5))
-    return replace(result, common={**result.common, "tensorwise": half_percent})
+    percents = {10**8: 0.5, 10**5: 3.0}
+    sizes = [
+        replace(size, bf16=replace(size.bf16, mean=percents[size.params_total]))
+        for size in result.sizes
+    ]
+    return replace(result, sizes=sizes)
 
 
 @pytest.mark.parametrize(
@@ -225,6 +229,21 @@ def test_the_gap_is_given_or_measured_or_counted_as_none(
     for name, column, factor in (("BF16", -1, 1), ("FP8", -1, 1 + gap), ("gpt350m", -3, 1 + gap)):
         expected = factor * numbers(free, name)[column]
         assert numbers(page, name)[column] == pytest.approx(expected, abs=2e-4)
+
+
+def test_sizes_of_the_gap_weigh_by_their_pairs(
+    tmp_path: Path, measured_gaps: PrecisionResult
+) -> None:
+    """(3 x .5 + 1 x .9) / 4; a size of 10^12 is out of reach."""
+    row = next(row for row in measured_gaps.sizes if row.params_total == 10**8)
+    rows = [
+        replace(row, params_total=params, bf16=replace(row.bf16, n=pairs, mean=percent))
+        for params, pairs, percent in ((10**8, 3, 0.5), (10**9, 1, 0.9), (10**12, 1, 7.0))
+    ]
+    edit(tmp_path / "precision.json", **worded(replace(measured_gaps, sizes=rows)))
+    options = Options(gpus=8, hours=1, gpu="h100", law=str(tmp_path / "law.json"))
+    sizes = [SizeOnGPU("a", N, 6 * N, 0.4, 1.2) for N in (5e7, 1.5e9)]
+    assert plan.read_gap(options, sizes).share == pytest.approx(0.006)
 
 
 def test_at_the_named_gap_both_precisions_reach_one_loss(capsys: Capsys) -> None:

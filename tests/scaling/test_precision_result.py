@@ -1,6 +1,7 @@
 """scaling/precision_result.py: the analysis of a study, and what it says of the best recipe."""
 
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -112,6 +113,17 @@ def test_a_cpus_speed_decides_nothing(tmp_path: Path) -> None:
     ranking = analysed(tmp_path).ranking
     assert ranking.best == "rowwise"
     assert "Speed cannot decide (a CPU has no FP8 units" in ranking.reason
+
+
+def test_a_recipe_that_alone_is_ranked_is_no_best(tmp_path: Path) -> None:
+    """tensorwise lacks a seed: said was that no other's gap lies within chance of rowwise's."""
+    write_seeds(tmp_path, "rowwise", [0.01, 0.02, 0.03])
+    write_seeds(tmp_path, "tensorwise", [0.011, 0.019])
+    write_seeds(tmp_path, "cscale", [0.01, 0.02, 0.03])
+    shutil.rmtree(tmp_path / "cscale_2")
+    ranking = analysed(tmp_path).ranking
+    assert [ranked.recipe for ranked in ranking.recipes] == ["rowwise"]
+    assert ranking.best is None and "compared with nothing" in ranking.reason
 
 
 def test_what_was_compared_is_said(tmp_path: Path) -> None:

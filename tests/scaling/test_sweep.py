@@ -552,6 +552,27 @@ def test_a_line_of_the_table_by_hand(rows: list[Row], tmp_path: Path) -> None:
     assert "~ assumed: 45% of the 989 BF16 TFLOP/s of one h100" in text
 
 
+@pytest.mark.parametrize(
+    ("devices", "processor"),
+    [
+        (["cpu A, 1 threads"] * 2, "CPU"),
+        (["NVIDIA H100"] * 2, "GPU"),
+        (["cpu A, 1 threads", None], "CPU or GPU"),  # assumed: of a GPU
+    ],
+)
+def test_the_table_says_what_its_times_are_of(
+    devices: list[str | None], processor: str, rows: list[Row], tmp_path: Path
+) -> None:
+    of_each_size = rows[0], rows[2]
+    for row, device in zip(of_each_size, devices, strict=True):
+        if device is not None:
+            finish(row, tmp_path, device=device)
+    text = format_grid(rows, tmp_path, OPTIONS)
+    heads, total = cells(text)[0], text.split("\n\n")[1].splitlines()[0]
+    assert f"{processor} time" in heads
+    assert total.endswith(f" of a {processor}")
+
+
 def test_the_table_makes_no_folder(rows: list[Row], tmp_path: Path) -> None:
     format_grid(rows, tmp_path / "none", OPTIONS)
     assert not (tmp_path / "none").exists()

@@ -289,6 +289,19 @@ def test_a_huge_gap_over_all_sizes_is_given_in_both_units(
     assert "+60 % here is a loss that differs by +82.2 %" in page
 
 
+def test_losses_in_bits_are_doubted_as_by_the_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_figures: None
+) -> None:
+    words = [*write_table(tmp_path / "t.csv"), "--n", "N", "--d", "D"]
+    table = tmp_path / "t.csv"
+    heading, rows = table.read_text().split("\n", 1)
+    column = words[words.index("--loss") + 1]
+    table.write_text(heading.replace(column, "bpb") + "\n" + rows)
+    words[words.index("--loss") + 1] = "bpb"
+    page = asked(capsys, precision.main, *words)
+    assert "WARNING: t.csv: column 'bpb' seems to hold bits per byte" in page
+
+
 def test_some_counts_in_millions_among_others_are_doubted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], no_figures: None
 ) -> None:

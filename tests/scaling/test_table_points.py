@@ -92,6 +92,29 @@ def test_counts_in_millions_or_billions_are_doubted(tmp_path: Path, row: str, do
         assert doubt in note
 
 
+@pytest.mark.parametrize(
+    ("column", "loss", "words"),
+    [
+        ("val_bpb", 0.9, "seems to hold bits per byte"),
+        ("bits per byte", 0.9, "seems to hold bits per byte"),
+        ("Perplexity", 9.5, "give their logarithms"),
+        ("loss", 18.0, "perplexities, 18 in the middle"),
+    ],
+)
+def test_losses_that_are_no_nats_per_token_are_doubted(
+    tmp_path: Path, column: str, loss: float, words: str
+):
+    text = f"N,tokens,{column}\n1e8,2e9,{loss}\n"
+    (note,) = read_points(write(tmp_path, text), "N", column, d="tokens").notes
+    assert note.startswith("WARNING: points.csv: ") and words in note
+
+
+@pytest.mark.parametrize("column", ["loss", "val/loss", "loss_8_bits"])
+def test_losses_in_nats_are_not_doubted(tmp_path: Path, column: str):
+    text = f"N,tokens,{column}\n1e8,2e9,10.9\n"
+    assert read_points(write(tmp_path, text), "N", column, d="tokens").notes == []
+
+
 # ----------------------------------------------------------------------------------------- layouts
 
 
@@ -194,8 +217,19 @@ def test_rows_without_a_finite_loss_are_left_out_and_named(tmp_path: Path):
     missing = ["", "NaN", "inf", "-Inf", "None", "N/A"] * 2
     rows = [row.replace("3.25", text) for row, text in zip(ROWS * 3, missing, strict=True)]
     selection = read_points(table(tmp_path, rows), "N", "loss", d="tokens")
-    assert selection.source.lines_left_out == LinesLeftOut([3, 7, 11], [])
-    assert "3, 7, 11" in selection.notes[0]
+    assert selection.source.lines_left_out.loss_missing == [3, 7, 11]
+    assert "3, 7, 11" in selection.notes[-1]
+
+
+def test_a_row_that_repeats_another_is_no_further_run(tmp_path: Path):
+    """Another seed differs in some cell; a row pasted twice would narrow every interval."""
+    selection = read_points(table(tmp_path, [*ROWS, ROWS[1], ROWS[1]]), "N", "loss", d="tokens")
+    assert len(selection.points) == len(ROWS)
+    assert selection.source.lines_left_out == LinesLeftOut([], [], copies=[6, 7])
+    assert (
+        "repeat another in every cell and so are no further runs: lines 6, 7"
+        in (selection.notes[-1])
+    )
 
 
 def test_the_other_cells_of_a_row_without_a_loss_are_not_looked_at(tmp_path: Path):
@@ -285,7 +319,7 @@ def test_a_column_names_trajectories(mixed: Path):
 
 def test_an_empty_cell_is_a_trajectory_of_its_own(tmp_path: Path):
     """And line 3 does not join the run called 3."""
-    path = table(tmp_path, ["3,1e8,1,1,3.5,", *[",2e8,1,1,3,"] * 2])
+    path = table(tmp_path, ["3,1e8,1,1,3.5,", ",2e8,1,1,3,", ",2e8,1,1,3.1,"])
     assert len(set(read_points(path, "N", "loss", cluster="run").points.cluster)) == 3
 
 

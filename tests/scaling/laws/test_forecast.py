@@ -35,6 +35,8 @@ from tests.law_trials import (
 SMALL = (53e6, 124e6, 257e6, 360e6)
 ALL = (5, 10, 20, 40)  # tokens per parameter
 TARGET = (1.54e9, 30.8e9, 6 * 1.54e9 * 30.8e9)
+# N and D of runs that all see 5 billion tokens
+ONE_BUDGET = np.geomspace(5e7, 8e8, 5), np.full(5, 5e9)
 # Constants that give the slopes -dL/d ln D at 20 tokens per parameter published for OLMo's ladder
 # (.179 at 125M to .121 at 1.5B) and its compute exponent of about .1: a truth whose exponent lies
 # outside GAMMAS' middle.
@@ -123,8 +125,12 @@ def test_forms_over_compute_see_the_points_of_the_targets_ratio_alone():
     [
         (points_of(EPOCH, sizes=SMALL[:2], seeds=3), "6 of 6 points"),
         (points_of(EPOCH, (5,)), "0 of 4 points"),
+        # these fall over compute as a curve of one size, or of one number of tokens: forecasts
+        # from them missed the law by up to 30 %
+        (points_of(EPOCH, (8, 16, 32, 64, 128, 256), sizes=SMALL[:1]), "0 of 6 points"),
+        (points_at(*ONE_BUDGET, EPOCH.loss(*ONE_BUDGET)), "0 of 5 points"),
     ],
-    ids=["two sizes", "another ratio"],
+    ids=["two sizes", "another ratio", "one size", "one number of tokens"],
 )
 def test_where_no_law_reaches_that_is_told(points: Points, reason: str):
     with pytest.raises(CannotFit) as error:

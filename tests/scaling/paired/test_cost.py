@@ -139,6 +139,45 @@ class TestErrorOfTheSpeedUp:
         assert slope_se == pytest.approx((beta * B * D**-beta).std(), rel=0.03)
 
 
+class TestErrorOfTheLaw:
+    """Its factor and exponent drawn with small errors at a gap that is exact; the delta method must
+    give the spread of what the gap costs."""
+
+    gap = 0.03
+    covariance = TestErrorOfTheSpeedUp.covariance
+    law = replace(EPOCH, covariance=covariance, size_covariance=covariance, law_dof=7)
+
+    def drawn(self, factor: float, exponent: float) -> tuple[np.ndarray, np.ndarray]:
+        """200,000 of each."""
+        shift = np.random.default_rng(0).multivariate_normal([0, 0], self.covariance, 200_000)
+        return factor * np.exp(shift[:, 0]), exponent + shift[:, 1]
+
+    def test_of_extra_tokens_is_that_of_a_monte_carlo(self) -> None:
+        B, beta = self.drawn(EPOCH.B, EPOCH.beta)
+        logs = -np.log(1 - self.gap / (B * D**-beta)) / beta
+        error = self.law.error_of_extra_tokens(self.gap, D)
+        assert error == pytest.approx(logs.std(), rel=0.05)
+
+    def test_of_effective_parameters_is_that_of_a_monte_carlo(self) -> None:
+        A, alpha = self.drawn(EPOCH.A, EPOCH.alpha)
+        logs = -np.log(1 + self.gap / (A * N**-alpha)) / alpha
+        error = self.law.error_of_effective_parameters(self.gap, N)
+        assert error == pytest.approx(logs.std(), rel=0.05)
+
+    @pytest.mark.parametrize("what", ["extra_tokens", "effective_parameters"])
+    def test_widens_the_interval_of_the_gap(self, what: str) -> None:
+        """As two independent errors of the logarithm add."""
+        gaps = estimate([0.029, 0.031, 0.03])
+        costs = [
+            cost_of_gap(law, N, D, gaps, Throughput(None, None, None)) for law in (EPOCH, self.law)
+        ]
+        value = getattr(costs[0], what)
+        alone, both = (np.log(getattr(cost, f"{what}_ci95")) - np.log(value) for cost in costs)
+        place = D if what == "extra_tokens" else N
+        of_law = student.ppf(0.975, 7) * getattr(self.law, f"error_of_{what}")(0.03, place)
+        assert both == pytest.approx(np.sign(alone) * np.hypot(alone, of_law))
+
+
 NATS = estimate([0.004, 0.006, 0.005])
 
 
@@ -178,6 +217,7 @@ def test_our_own_law_has_the_slope_and_error_of_a_second_solver() -> None:
     gradient = np.array([0, 0, slope, 0, slope * (1 / best[4] - math.log(6e9))])
     own, reason = own_surface(n, d, loss, np.arange(len(n)))
     assert own is not None and reason is None
+    assert own.size_covariance == pytest.approx(covariance[np.ix_((1, 3), (1, 3))], rel=0.05)
     assert own.slope(6e9) == pytest.approx(slope, rel=2e-3)
     _, se_log = own.speedup(6e9, 0.01, 0.0, 1.0)
     assert se_log is not None

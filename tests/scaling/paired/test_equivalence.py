@@ -25,6 +25,7 @@ from scaling.paired.gaps import Gap, Pair, mean_gap
 from scaling.precision_result import read_precision
 from scaling.precision_tables import format_tables
 from tests.conftest import asked
+from tests.helpers.paired_runs import fake_pair
 from tests.helpers.scaling_runs import edit, strict, write_run
 
 MARGIN = 0.5  # per cent
@@ -220,3 +221,12 @@ def test_a_precision_json_of_older_code_is_still_shown(
     del result["common"]["tensorwise"]["equivalence"]
     edit(path, **result)
     assert "| tensorwise |" in format_tables(read_precision(path))[0]
+
+
+def test_a_single_pair_borrows_the_spread_of_the_budget_with_most_pairs() -> None:
+    """One pair at the largest budget, three at a smaller one."""
+    pairs = [fake_pair(gap, 10**6, 10**7, seed, seed) for seed, gap in enumerate((0.1, 0.2, 0.3))]
+    pairs.append(fake_pair(0.2, 10**6, 2 * 10**7, 0, 0))
+    (part,) = judge_equivalence(pairs, "bf16", 1.0).parts
+    assert part.is_borrowed
+    assert (part.se, part.dof) == (pytest.approx(0.1), 2)

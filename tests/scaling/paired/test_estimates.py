@@ -8,7 +8,16 @@ import pytest
 from scipy.stats import nct, ttest_1samp
 from scipy.stats import t as student
 
-from scaling.paired.estimates import clusters, estimate, grouped, power, smallest_seen, tost
+from scaling.paired.estimates import (
+    clusters,
+    estimate,
+    grouped,
+    p_of_zero,
+    power,
+    smallest_seen,
+    told_together,
+    tost,
+)
 from tests.helpers.paired_runs import exact_sample
 
 # n, mean, standard deviation
@@ -79,3 +88,23 @@ def test_groups_come_in_order_of_their_keys() -> None:
 
 def test_an_empty_list_has_no_groups() -> None:
     assert grouped(np.array([]), lambda value: value) == []
+
+
+@pytest.mark.parametrize(
+    "p_values, told",
+    [
+        ([0.03, 0.2], [False, False]),
+        ([0.06, 0.02], [False, True]),
+        ([0.02, 0.04], [True, True]),
+        ([0.04], [True]),
+    ],
+)
+def test_several_are_told_together_at_five_per_cent(
+    p_values: list[float], told: list[bool]
+) -> None:
+    assert told_together(p_values) == told
+
+
+def test_the_p_of_a_mean_is_that_of_scipys_t_test() -> None:
+    values = [0.1, 0.4, -0.2, 0.5]
+    assert p_of_zero(estimate(values)) == pytest.approx(ttest_1samp(values, 0).pvalue)

@@ -13,7 +13,7 @@ from scaling.gap_prediction_words import format_gap_law
 from scaling.laws import sizes_of
 from scaling.paired.cost import EPOCH
 from scaling.paired.gap_cells import CannotFitGap, GapPoints, cells_of
-from scaling.paired.gap_law import fit_gap, told_together
+from scaling.paired.gap_law import fit_gap
 from scaling.paired.gap_power import fit_power
 from scaling.reason_words import sentence_of
 from tests.law_trials import (
@@ -137,19 +137,6 @@ def test_intervals_hold_the_truth_about_95_times_in_100(name: str) -> None:
 def test_a_trend_is_told_in_at_most_one_of_twenty_studies_without_one(k: float) -> None:
     share = told_share(NOISY, GapTruth(k, 0, 0), 40)
     assert share * 40 <= 6  # 2 expected; above 6 in 3 of 1,000
-
-
-@pytest.mark.parametrize(
-    "p_values, told",
-    [
-        ([0.03, 0.2], [False, False]),
-        ([0.06, 0.02], [False, True]),
-        ([0.02, 0.04], [True, True]),
-        ([0.04], [True]),
-    ],
-)
-def test_exponents_are_told_together_at_five_per_cent(p_values: list[float], told: str) -> None:
-    assert told_together(p_values) == told
 
 
 def test_an_exponent_must_be_told_by_the_pooled_noise_too() -> None:

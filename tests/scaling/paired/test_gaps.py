@@ -167,3 +167,10 @@ def test_a_source_of_one_sequence_has_no_standard_error() -> None:
 def test_runs_without_a_linear_in_fp8_are_idle() -> None:
     assert is_idle([fake_pair(0.1, linears=0)])
     assert not is_idle([fake_pair(0.1, linears=0), fake_pair(0.1, linears=1)])
+
+
+def test_the_error_over_two_sequences_by_hand() -> None:
+    """.1 and .3 nats over a token each: sd .141 of a sequence, .1 of their mean."""
+    one_source, one_token = np.zeros(2, int), np.ones(2)
+    gap = gap_of_sequences(np.array([0.1, 0.3]), one_source, one_token, [1.0], 2.0)
+    assert gap.se == pytest.approx(0.1)

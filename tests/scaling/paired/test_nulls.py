@@ -1,6 +1,7 @@
 """scaling/paired/nulls.py: what BF16 runs differ by, of other seeds and of one seed."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -68,3 +69,10 @@ def test_repeats_that_are_equal_to_the_last_bit_are_counted_apart() -> None:
     repeats = [fake_pair(0.1, D=5), fake_pair(0.0, D=40)]
     same_seed = measure_nulls([], repeats, "bf16").same_seed
     assert same_seed.equal == 1 and same_seed.pooled is not None and same_seed.pooled.pairs == 1
+
+
+def test_repeats_that_differ_in_one_evaluation_alone_are_a_null() -> None:
+    repeat = fake_pair(0.1)
+    as_trained = replace(repeat.gap["as_trained"], nats=0.0, percent=0.0)
+    differing = replace(repeat, gap={**repeat.gap, "as_trained": as_trained})
+    assert measure_nulls([], [differing], "bf16").same_seed.equal == 0
