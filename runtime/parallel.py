@@ -437,7 +437,7 @@ class Built:
     model: GPT
     # the model, or what reduces its gradients over replicas: a training step calls it
     trained: nn.Module
-    optimizer: torch.optim.AdamW | optim.MuonAdamW
+    optimizer: optim.Optimizer
     # gives a parameter, sharded or not, its full value
     assign: Callable[[torch.Tensor, torch.Tensor], None]
     layers: list[Layer]  # the choice of recipe for every Linear
