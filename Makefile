@@ -50,7 +50,7 @@ setup: .venv/installed      ## the virtual environment alone
 	$(PY) -m pip install --quiet --upgrade pip   # pip 23 fails on lm-eval's dependencies
 	@$(PY) -m pip install --progress-bar off -r requirements.txt -r requirements-dev.txt > .venv/install.log 2>&1 & pip=$$!; \
 	s=0; while kill -0 $$pip 2>/dev/null; do sleep 1; s=$$((s + 1)); [ $$((s % 15)) != 0 ] || \
-	  echo "setup: $$s s, $$(grep -E '^(Collecting|Downloading|Installing)' .venv/install.log | tail -n 1 | cut -c1-70)"; done; \
+	  echo "setup: $$s s, $$(grep -E '^(Collecting|Downloading|Installing)' .venv/install.log | tail -n 1 | sed 's/ collected packages.*/ all of them/' | cut -c1-70)"; done; \
 	wait $$pip || { tail -n 20 .venv/install.log; exit 1; }
 	touch $@
 

@@ -193,19 +193,25 @@ def check_code(text: str, arguments: Iterable[Argument]) -> Proof:
         instruction = instructions[node[0]]
         if instruction.name == "RET" and not is_right_return(instructions, node, state):
             proof.problems.append(f"{instruction.place} does not return behind its call")
-        if instruction.name not in STORES:
-            continue
-        pointers = follower.pointers_of_address(instruction, state)
-        if are_known(pointers) and not any(argument.is_float8 for argument in pointers):
-            continue
-        written |= {argument.name for argument in pointers}
-        strays = stray_bytes(instruction, state, pointers)
-        proof.n_bytes += width(instruction)
-        proof.problems += [str(stray) for stray in strays]
+        if instruction.name in STORES:
+            written |= check_store(instruction, state, follower, proof)
     for argument in follower.arguments:
         if argument.is_output and argument.name not in written:
             proof.problems.append(f"no store to {argument.name} was found")
     return proof
+
+
+def check_store(
+    instruction: Instruction, state: "MachineState", follower: "Follower", proof: Proof
+) -> set[str]:
+    """Add to the proof the bytes of a store that may write float8, and what is wrong with them.
+    Returns the names of the arguments that it may write; none where it writes no float8."""
+    pointers = follower.pointers_of_address(instruction, state)
+    if are_known(pointers) and not any(argument.is_float8 for argument in pointers):
+        return set()
+    proof.n_bytes += width(instruction)
+    proof.problems += [str(stray) for stray in stray_bytes(instruction, state, pointers)]
+    return {argument.name for argument in pointers}
 
 
 def are_known(pointers: Collection[Argument]) -> bool:

@@ -39,6 +39,7 @@ STAND_INS = {
     r"tasks=core\b": "tasks=demo",
     r"FILE\.\.\. name=mydata": "mytext.jsonl name=mytext",
     r"(MYTEXT/\S+) name=mydata": r"\1 name=mytexts",
+    r"data/bytes data\.mixture=mydata:1": "data/bytes data.mixture=mytexts:1",
     r"out/\*$": "out/demo/demo_l_*",
 }
 # A part of a command -> why it is not run.
@@ -114,8 +115,12 @@ def prepare(scratch: Path, demo: Path) -> None:
 
 
 def documents(title: str) -> bytes:
-    """4,000 documents as JSON lines; others for another title, since copies are dropped."""
-    lines = [f'{{"text": "Document {n} of {title}: {"words " * 50}"}}\n' for n in range(4000)]
+    """4,000 documents as JSON lines; others for another title, since copies are dropped. Their
+    words differ, or val_cloze would find no wrong answers."""
+    lines = []
+    for n in range(4000):
+        words = " ".join(f"word{n * k % 997}" for k in range(50))
+        lines.append(f'{{"text": "Document {n} of {title}: {words}"}}\n')
     return "".join(lines).encode()
 
 

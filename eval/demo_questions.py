@@ -30,7 +30,9 @@ def documents(run_dir: str, **_: object) -> dict:
     for source in _sources(run_dir):
         for text in _pick(source, DOCUMENTS, f"val_ppl/{source.name}", _beginning):
             rows.append({"source": source.name, "text": text})
-    return _dataset(rows, run_dir)
+    if not rows:
+        raise UserError(f"no source of {run_dir} has a validation document with text")
+    return _dataset(rows)
 
 
 def _beginning(text: str) -> str:
@@ -52,7 +54,13 @@ def questions(run_dir: str, **_: object) -> dict:
             question = _question(texts, q % len(texts), rng)
             if question is not None:
                 rows.append({"source": source.name, **question})
-    return _dataset(rows, run_dir)
+    if not rows:
+        raise UserError(
+            f"no source of {run_dir} has {N_CHOICES} validation documents of"
+            f" {CONTEXT + CHOICE} characters for val_cloze: give tasks=val_ppl, which needs one, or"
+            " train on text prepared with a larger val_share="
+        )
+    return _dataset(rows)
 
 
 class _Cuttable(NamedTuple):
@@ -99,14 +107,9 @@ def _cut(cuttable: _Cuttable, rng: random.Random) -> tuple[str, str]:
     return text[place - CONTEXT : place], text[place : place + CHOICE]
 
 
-def _dataset(rows: list[dict], run_dir: str) -> dict:
+def _dataset(rows: list[dict]) -> dict:
     import datasets  # here, because it takes a second that only an evaluation should pay
 
-    if not rows:
-        raise UserError(
-            f"no source of {run_dir} has {N_CHOICES} validation documents of"
-            f" {CONTEXT + CHOICE} characters"
-        )
     return {"validation": datasets.Dataset.from_list(rows)}
 
 

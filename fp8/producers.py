@@ -637,8 +637,7 @@ def check_are_known_blocks(model: GPT) -> None:
     angles = _waves((small.n_ctx, small.head_dim // 2))
     x, cos, sin = _waves((2, small.n_ctx, small.n_embd)), angles.cos(), angles.sin()
     for number, block in enumerate(small_model.blocks()):
-        expected = _known_block(block, x, cos, sin)
-        if not torch.allclose(block(x, cos, sin), expected, rtol=1e-3, atol=1e-3):
+        if not _is_known_block(block, x, cos, sin):
             raise UserError(
                 "fp8.scaling=bounded computes model.py's Block in kernels that write FP8, and block"
                 f" {number} of this model computes something else: set fp8.scaling=delayed, or"
@@ -650,6 +649,14 @@ def _waves(shape: Sequence[int]) -> Tensor:
     """Values between -1 and 1 without a random number: a run's own must not move."""
     n = math.prod(shape)
     return torch.arange(1.0, n + 1.0, device="cpu").sin().view(shape)
+
+
+def _is_known_block(block: Block, x: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    try:
+        expected = _known_block(block, x, cos, sin)
+    except (AttributeError, RuntimeError):  # other modules, or Linears of other shapes
+        return False
+    return torch.allclose(block(x, cos, sin), expected, rtol=1e-3, atol=1e-3)
 
 
 def _known_block(block: Block, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

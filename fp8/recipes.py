@@ -550,36 +550,54 @@ class FP8Config:
 
     def problems(self) -> Iterator[str]:
         """A sentence for each contradiction between the settings."""
-        if self.recipe == "off" and self._changed():
-            named = ", ".join(f"fp8.{name}" for name in self._changed())
+        changed = self._changed()
+        if self.recipe == "off" and changed:
+            named = ", ".join(f"fp8.{name}" for name in changed)
             yield f"fp8.recipe=off converts nothing, yet {named} is set: name a recipe or drop it"
-        matmul = tuple(name for name, recipe in RECIPES.items() if recipe.on_gpu in FP8_MATMUL)
-        works_with = {
-            "all_gather": names_where("can_gather"),
-            "kernels": ("auto", *names_where("has_kernels")),
-            "scaling": names_where(
-                "keeps_fp8_alone" if self.scaling == "bounded" else "has_kernels"
-            ),
-            "fast_backward": ("auto", *matmul),
-        }
-        for key, recipes in works_with.items():
-            if key in self._changed() and self.recipe not in ("off", *recipes):
-                value = str(getattr(self, key)).lower()
-                yield (
-                    f"fp8.{key}={value} works with {', '.join(recipes)}, not"
-                    f" fp8.recipe={self.recipe}: take one, or drop it"
-                )
+        for key in ("all_gather", "kernels", "scaling", "fast_backward"):
+            if key in changed and self.recipe != "off":
+                yield from self._recipe_problems(key)
         if self.kernels is True and self.all_gather:
             yield (
                 "fp8.kernels=true casts whole weights, fp8.all_gather=true gathers them as float8:"
                 " set one of the two to false"
             )
-        if self.scaling != "current" and (self.kernels is False or self.all_gather):
-            other = "fp8.all_gather=true" if self.all_gather else "fp8.kernels=false"
+        if self.scaling != "current":
+            yield from self._scaling_problems()
+
+    def _recipe_problems(self, key: str) -> Iterator[str]:
+        """A sentence where a key that is set does not work with fp8.recipe."""
+        recipes = self._recipes_that_work_with(key)
+        if self.recipe not in recipes:
+            value = str(getattr(self, key)).lower()
             yield (
-                f"fp8.scaling={self.scaling} needs our kernels (fp8.kernels=true): drop it or"
-                f" {other}"
+                f"fp8.{key}={value} works with {', '.join(recipes)}, not"
+                f" fp8.recipe={self.recipe}: take one, or drop it"
             )
+
+    def _recipes_that_work_with(self, key: str) -> tuple[str, ...]:
+        if key == "all_gather":
+            return names_where("can_gather")
+        if key == "kernels":
+            return ("auto", *names_where("has_kernels"))
+        if key == "scaling" and self.scaling == "bounded":
+            return names_where("keeps_fp8_alone")
+        if key == "scaling":
+            return names_where("has_kernels")
+        by_matmul = [name for name, recipe in RECIPES.items() if recipe.on_gpu in FP8_MATMUL]
+        return ("auto", *by_matmul)  # fast_backward
+
+    def _scaling_problems(self) -> Iterator[str]:
+        """A sentence where fp8.scaling lacks the kernels that it needs."""
+        if self.all_gather:
+            rival = "fp8.all_gather=true"
+        elif self.kernels is False:
+            rival = "fp8.kernels=false"
+        else:
+            return
+        yield (
+            f"fp8.scaling={self.scaling} needs our kernels (fp8.kernels=true): drop it or {rival}"
+        )
 
     def size_problems(self, micro_batch_tokens: int, loss_chunk: int | None) -> Iterator[str]:
         """A sentence for each number of tokens that a weight gradient cannot sum over;

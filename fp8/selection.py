@@ -107,6 +107,16 @@ def select(
         if isinstance(module, nn.Linear)
     }
     _check_patterns(config, shapes)
+    layers = _layers(shapes, config, gpu, has_kernels)
+    _check_sizes(layers, config)
+    _check_that_one_is_converted(layers, config)
+    return layers
+
+
+def _layers(
+    shapes: dict[str, tuple[int, int]], config: FP8Config, gpu: str | None, has_kernels: bool
+) -> list[Layer]:
+    """The verdict on each Linear. shapes: name -> (in, out) of a Linear."""
     n_blocks = 1 + max((_block_of(name) for name in shapes), default=-1)
     timings = load_table() if config.recipe == "auto" else {}
     layers = []
@@ -118,14 +128,19 @@ def select(
             layers.append(_choose(name, shape, has_kernels, gpu, timings))
         else:
             layers.append(Layer(name, shape, config.recipe, "", has_kernels))
-    _check_sizes(layers, config)
-    if config.recipe not in ("off", "auto") and not any(layer.recipe for layer in layers):
+    return layers
+
+
+def _check_that_one_is_converted(layers: list[Layer], config: FP8Config) -> None:
+    """Raise UserError where a recipe is asked for and no Linear has one."""
+    if config.recipe in ("off", "auto"):
+        return
+    if not any(layer.recipe for layer in layers):
         raise UserError(
             f"fp8.recipe={config.recipe} is left with nothing to convert: keep fewer Linears in"
             " BF16 by fp8.include, fp8.skip, fp8.first_bf16 and fp8.last_bf16, or set"
             " fp8.recipe=off"
         )
-    return layers
 
 
 def _reason_to_keep_bf16(

@@ -12,6 +12,8 @@ from prepare.pieces import Piece, read_pieces
 from prepare.text_reader import TXT_CHARS
 from runtime.shards import Index, damage, read_index
 
+FEW_DOCUMENTS = 5  # a validation loss of fewer is that of single texts
+
 
 def show(folder: Path) -> None:
     """Print a table of the sources' splits, then what else there is to say of each source, finished
@@ -87,7 +89,9 @@ def _sources(folder: Path) -> list[Path]:
 def _story(index: Index) -> Iterator[str]:
     """What the index tells beside its splits."""
     yield textwrap.shorten(
-        f"from {index.dataset} @ {index.revision}, {index.license}", 300, placeholder=" ..."
+        f"from {index.dataset} @ {index.revision}, licence: {index.license}",
+        300,
+        placeholder=" ...",
     )
     yield (
         f"tokenizer {index.tokenizer} (sha256 {index.tokenizer_sha256[:9]}...,"
@@ -103,6 +107,7 @@ def _story(index: Index) -> Iterator[str]:
         yield f"skipped: {entry['file']} ({entry['reason']})"
     if index.cut:
         yield _cuts(index.cut)
+    yield from _small_validation(index)
     yield from _remarks(index)
 
 
@@ -137,6 +142,17 @@ def _dropped(index: Index) -> str:
     if sources:
         copies += f" (first met in {sources})"
     return f"dropped: {copies}, empty {index.empty:,}, contaminated {index.contaminated:,}"
+
+
+def _small_validation(index: Index) -> Iterator[str]:
+    validation = index.splits["val"].documents
+    if validation >= FEW_DOCUMENTS:
+        return
+    documents = sum(split.documents for split in index.splits.values())
+    yield (
+        f"validation is {validation:,} of {documents:,} documents, so its loss is that of few"
+        " texts: a larger val_share= with another out= keeps more"
+    )
 
 
 def _cuts(cut: dict) -> str:

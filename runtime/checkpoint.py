@@ -617,8 +617,8 @@ def load_model(
     paths = {step_of(path): path for path in checkpoints(Path(run_dir))}
     if not paths:
         raise UserError(
-            f"{run_dir} has no finished checkpoint yet: train it first, python train.py"
-            f" configs/{config.run}.py"
+            f"{run_dir} has no finished checkpoint yet: train it first, by the command in"
+            f" {Path(run_dir) / 'env.json'}"
         )
     path = paths.get(max(paths) if step is None else step)
     if path is None:

@@ -295,37 +295,45 @@ def diagnose(
     path = run_dir / "diagnosis.json"
     problem = ""
     try:
-        for kind, prefix in (("weights", "model."), ("moments", "optim.")):
-            counts[kind] = {
-                name.removeprefix(prefix): _count(t)
-                for name, t in tensors.items()
-                if name.startswith(prefix)
-            }
+        counts["weights"] = _count_all(tensors, "model.")
+        counts["moments"] = _count_all(tensors, "optim.")
         counts["gradients"] = {
             name: _count(p.grad) for name, p in model.named_parameters() if p.grad is not None
         }
         counts["modules"] = _count_outputs(model, x, y)
     except Exception as error:
         problem = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-    with suppress(OSError):
-        if is_main:
-            diagnosis = Diagnosis(step=step, reason=reason, **counts, problem=problem)
+    if is_main:
+        diagnosis = Diagnosis(step=step, reason=reason, **counts, problem=problem)
+        with suppress(OSError):
             write_json(path, {k: v for k, v in asdict(diagnosis).items() if v is not None})
-    findings = []
-    for kind, named in counts.items():
-        bad = [
-            f"{name}: {c['not_finite']:,} of {c['values']:,} values"
-            for name, c in named.items()
-            if c["not_finite"]
-        ]
-        finding = f"{len(bad)} of {len(named)} {kind} are not finite"
-        if bad:
-            finding += f" ({'; '.join(bad[:3])})"
-        findings.append(finding)
+    findings = [_finding(kind, named) for kind, named in counts.items()]
     return (
         f"{reason}: lower optim.lr, or go on from an older"
         f" checkpoint\n{', '.join(findings)} {problem}\nmore in {path}"
     )
+
+
+def _finding(kind: str, counts: dict[str, Counts]) -> str:
+    """How many tensors of a kind hold values that are not finite, with the first three of them."""
+    bad = [
+        f"{name}: {count['not_finite']:,} of {count['values']:,} values"
+        for name, count in counts.items()
+        if count["not_finite"]
+    ]
+    finding = f"{len(bad)} of {len(counts)} {kind} are not finite"
+    if bad:
+        finding += f" ({'; '.join(bad[:3])})"
+    return finding
+
+
+def _count_all(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, Counts]:
+    """Of the tensors whose name has the prefix, by their name without it."""
+    return {
+        name.removeprefix(prefix): _count(tensor)
+        for name, tensor in tensors.items()
+        if name.startswith(prefix)
+    }
 
 
 def _count(tensor: torch.Tensor) -> Counts:

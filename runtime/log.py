@@ -408,21 +408,28 @@ def throughput(
     together, whatever the precision of the matmuls."""
     train = [row for row in rows if row["kind"] == "train"]
     full = [row for row in train if row["step"] > small_steps]  # a branch has no rows of the first
-    steady = [row for row in full if row["since_start"] > WARM_UP_STEPS]
-    # a run of three steps has nothing else to show
-    median = median_high(row["step_s"] for row in steady or full or train)
-    tok_per_s = tokens_per_step / median
-    if not full:  # all steps were small ones
+    step_s = _typical_step_s(train, full)
+    if full:
+        tok_per_s = tokens_per_step / step_s
+    else:
         tok_per_s = median_low(row["tok_per_s"] for row in train)
     flops = flops_per_token * tok_per_s
     first = [row["step_s"] for row in train if row["since_start"] == 1]
     return {
         "tok_per_s_median": tok_per_s,
-        "step_s_median": median,
-        "compile_s": max(0.0, sum(first) - median * len(first)),
+        "step_s_median": step_s,
+        "compile_s": max(0.0, sum(first) - step_s * len(first)),
         "tflops_median": flops / 1e12,
         "mfu_bf16": flops / peak_bf16 if peak_bf16 else None,
     }
+
+
+def _typical_step_s(train: list[dict], full: list[dict]) -> float:
+    """The median step. A run too short for steady steps, or without full ones, shows what it has.
+
+    train: rows of all steps; full: those of steps with all their tokens."""
+    steady = [row for row in full if row["since_start"] > WARM_UP_STEPS]
+    return median_high(row["step_s"] for row in steady or full or train)
 
 
 def lineage(config: Config, origin: dict | None = None) -> dict:

@@ -27,17 +27,24 @@ BRANCH_FREE = {
     "data.ramp",
 }
 
+# optim.kind -> its name in summary.json
+NAMES = {
+    "adamw": "AdamW",
+    "muon": "Muon",
+}
 
-def build_optimizer(
-    model: GPT, config: OptimConfig, n_replicas: int = 1
-) -> "torch.optim.AdamW | MuonAdamW":
+
+def build_optimizer(model: GPT, config: OptimConfig, n_replicas: int = 1) -> "Optimizer":
     """The optimizer of optim.kind, with the state of its first step already, for a checkpoint to be
     loaded into. n_replicas: ranks of which each holds the whole model."""
-    return (
-        MuonAdamW(model, config, n_replicas)
-        if config.kind == "muon"
-        else _adamw(list(model.parameters()), config)
-    )
+    # here, not in summary.py alone, which would fail after the last step
+    if config.kind not in NAMES:
+        raise NotImplementedError(f"optim.kind={config.kind} has no entry in NAMES")
+    if config.kind == "adamw":
+        return _adamw(list(model.parameters()), config)
+    if config.kind == "muon":
+        return MuonAdamW(model, config, n_replicas)
+    raise NotImplementedError(f"optim.kind={config.kind}")
 
 
 def _adamw(parameters: list[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
@@ -158,6 +165,9 @@ class MuonAdamW:
         return exchange.unflatten(flat, momenta)
 
 
+Optimizer = torch.optim.Optimizer | MuonAdamW
+
+
 def muon_parts(model: GPT) -> dict[torch.Tensor, tuple[int, ...]]:
     """The matrices that Muon updates -> rows of each part that is a matrix of its own."""
     parts: dict[torch.Tensor, tuple[int, ...]] = {}
@@ -224,9 +234,11 @@ def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
         return config.lr * (step + 1) / warmup
     if config.schedule == "cosine":
         down = 0.5 - 0.5 * math.cos(math.pi * (step - warmup) / max(1, steps - warmup))
-    else:
+    elif config.schedule == "wsd":
         decay = config.decay_steps(steps)
         down = max(0.0, (step + 1 - (steps - decay)) / decay)
+    else:
+        raise NotImplementedError(f"optim.schedule={config.schedule}")
     return config.lr * (1 - (1 - config.min_lr_ratio) * down)
 
 
@@ -285,9 +297,7 @@ def _fixed_for_branches(config: Config) -> dict[str, object]:
     }
 
 
-def set_learning_rate(
-    optimizer: "torch.optim.AdamW | MuonAdamW", step: int, steps: int, config: OptimConfig
-) -> float:
+def set_learning_rate(optimizer: Optimizer, step: int, steps: int, config: OptimConfig) -> float:
     """Set the learning rate of update `step` of `steps`, and return it."""
     lr = learning_rate(step, steps, config)
     for group in optimizer.param_groups:
@@ -295,9 +305,7 @@ def set_learning_rate(
     return lr
 
 
-def state_tensors(
-    optimizer: "torch.optim.AdamW | MuonAdamW", model: nn.Module
-) -> dict[str, torch.Tensor]:
+def state_tensors(optimizer: Optimizer, model: nn.Module) -> dict[str, torch.Tensor]:
     """The moments by parameter name; the number of updates is the same for all and is saved as
     JSON."""
     return {
@@ -308,7 +316,7 @@ def state_tensors(
     }
 
 
-def set_updates(optimizer: "torch.optim.AdamW | MuonAdamW", updates: int) -> None:
+def set_updates(optimizer: Optimizer, updates: int) -> None:
     """Set the number of updates behind the moments, which AdamW's bias correction depends on."""
     for state in optimizer.state.values():
         if "step" in state:

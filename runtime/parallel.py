@@ -437,7 +437,7 @@ class Built:
     model: GPT
     # the model, or what reduces its gradients over replicas: a training step calls it
     trained: nn.Module
-    optimizer: torch.optim.AdamW | optim.MuonAdamW
+    optimizer: optim.Optimizer
     # gives a parameter, sharded or not, its full value
     assign: Callable[[torch.Tensor, torch.Tensor], None]
     layers: list[Layer]  # the choice of recipe for every Linear
@@ -486,16 +486,6 @@ def build(config: Config, world: World) -> Built:
     model.to_empty(device=world.device)
     model.tie()
 
-    def assign(p: torch.Tensor, full: torch.Tensor) -> None:
-        # each rank has the same full value and keeps its part: nothing is sent
-        if is_dtensor(p):
-            from torch.distributed.tensor import distribute_tensor
-
-            full = distribute_tensor(
-                full.to(world.device), p.device_mesh, p.placements, src_data_rank=None
-            )
-        p.copy_(full)
-
     precision = Precision(model, config.seed, world.size)
     if world.size == 1 and config.accumulation(1) > 1:
         precision.keep_gradients()
@@ -505,13 +495,23 @@ def build(config: Config, world: World) -> Built:
         model=model,
         trained=replicated(model, world),
         optimizer=optimizer,
-        assign=assign,
+        assign=partial(_assign, device=world.device),
         layers=layers,
         cast_by=cast_by,
         loss_scale=loss_scale,
         flags=flags,
         precision=precision,
     )
+
+
+def _assign(p: torch.Tensor, full: torch.Tensor, device: torch.device) -> None:
+    """Give a parameter, sharded or not, its full value."""
+    if is_dtensor(p):
+        from torch.distributed.tensor import distribute_tensor
+
+        # each rank has the same full value and keeps its part: nothing is sent
+        full = distribute_tensor(full.to(device), p.device_mesh, p.placements, src_data_rank=None)
+    p.copy_(full)
 
 
 def set_torch_flags(config: Config, world: World, recipes: Collection[str]) -> list[str]:

@@ -219,7 +219,7 @@ def summarise(run: Finished) -> Summary:
         steps=steps,
         tokens=config.total_tokens,
         tokens_per_step=config.data.tokens_per_step,
-        optimizer={"adamw": "AdamW", "muon": "Muon"}[o.kind],
+        optimizer=optim.NAMES[o.kind],
         lr_peak=o.lr,
         warmup_steps=o.warmup_steps(config.full_steps),
         beta1=o.beta1,

@@ -12,8 +12,6 @@ from fp8.precision import Precision
 from runtime import optim, parallel
 from runtime.parallel import World
 
-Optimizer = torch.optim.AdamW | optim.MuonAdamW
-
 
 def forward_backward(
     model: nn.Module,
@@ -113,14 +111,14 @@ def read_numbers(
     )
 
 
-def update_weights(optimizer: Optimizer, precision: Precision) -> None:
+def update_weights(optimizer: optim.Optimizer, precision: Precision) -> None:
     """One update, and the weights' copies after it."""
     optimizer.step()
     precision.after_update()
 
 
 def end_unjudged_step(
-    model: nn.Module, optimizer: Optimizer, precision: Precision, max_norm: float
+    model: nn.Module, optimizer: optim.Optimizer, precision: Precision, max_norm: float
 ) -> None:
     """What follows a step's passes where no guard judges them: clip, update, free gradients."""
     parallel.clip_gradients(model, max_norm)

@@ -75,14 +75,21 @@ def draw_budgets(result: PrecisionResult) -> Figure | None:
         of_recipe = [marker for marker in markers if marker.recipe == recipe]
         _draw_recipe(panel, recipe, of_recipe, looks, result.margin, result.gap_laws.get(recipe))
         _ratio_axis(panel, ratios, [marker.gap.x for marker in markers])
-    for panel in panels.flat[len(recipes) :]:
+    _label(panels, len(recipes), f"tokens per {kind}parameter")
+    return settle(figure)
+
+
+def _label(panels: np.ndarray, n_used: int, x_label: str) -> None:
+    """Hide the panels behind the first n_used; name the axes at the left and at the foot.
+
+    panels: (rows, columns) of Axes."""
+    for panel in panels.flat[n_used:]:
         panel.set_visible(False)
     for panel in panels[:, 0]:
         panel.set_ylabel("gap [%]")
-    for column in range(n_columns):
-        lowest = [panel for panel in panels[:, column] if panel.get_visible()][-1]
-        lowest.set_xlabel(f"tokens per {kind}parameter")
-    return settle(figure)
+    for column in panels.T:
+        lowest = [panel for panel in column if panel.get_visible()][-1]
+        lowest.set_xlabel(x_label)
 
 
 def _most_ratios(sizes: Sequence[SizeGap]) -> int:

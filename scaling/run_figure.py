@@ -23,19 +23,21 @@ from lib.plots import (
 from lib.text import si
 from scaling.histories import History, finite, running_mean, to_number, window_of
 
-# A shape of its own for each name; any other name gets OTHER.
+# A shape of its own for each name, later ones over earlier ones; any other name gets OTHER.
 MARKS = {
     "SKIP": ("v", "#E69F00"),
     "SPIKE": ("^", "#CC79A7"),
     "ROLLBACK": ("X", ORANGE),
     "STOP": ("P", "#000000"),
-    "resume": (">", "#009E73"),
     "save failed": ("s", "#56B4E9"),
     "bad checkpoint": ("D", "#8B5A00"),
     "stopped": ("h", "#000000"),
+    "resume": (">", "#009E73"),
     "branch": ("<", "#444444"),
 }
 OTHER = ("*", "#444444")
+SIZE = 5.5  # of a mark, in points
+LARGE = {"stopped": 9.0}  # a resume begins at the step of the stop and is drawn over it
 TASK_MARKERS = ("o", "s", "^", "D")
 TASKS = "tasks"  # the panel with the scores on eval.tasks
 LABELS = {
@@ -123,7 +125,7 @@ def _mark_looks(history: History) -> dict[str, dict]:
             "color": color,
             "marker": shape,
             "linestyle": "",
-            "markersize": 5.5,
+            "markersize": LARGE.get(name, SIZE),
             "markeredgecolor": "white",
             "markeredgewidth": 0.5,
             "clip_on": False,

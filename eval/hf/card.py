@@ -152,8 +152,8 @@ def _training(config: Config, manifest: dict, summary: dict) -> str:
         text += "."
     if summary.get("steps") == manifest["step"]:
         text += (
-            f" Validation loss {summary.get('loss_as_trained')} as trained,"
-            f" {summary.get('loss_bf16')} in BF16 (nats per token)."
+            f" Validation loss {summary['loss_as_trained']:.4f} as trained,"
+            f" {summary['loss_bf16']:.4f} in BF16 (nats per token)."
         )
     return text
 

@@ -19,6 +19,42 @@ MODEL_TYPES = {
 }
 
 
+# Keys of GPTConfig that an export keeps: those that config.json has a place for, and two that
+# change no logit of a token.
+KNOWN_KEYS = {
+    "n_layer",
+    "n_head",
+    "n_embd",
+    "n_ffn",
+    "n_kv_head",
+    "head_size",
+    "n_ctx",
+    "vocab_size",
+    "vocab_multiple",
+    "tied",
+    "qk_norm",
+    "norm_eps",
+    "rope_theta",
+    "rope_factor",
+    "rope_low_freq",
+    "rope_high_freq",
+    "rope_original_ctx",
+    "loss_chunk",
+}
+
+
+def check_keys(config: GPTConfig) -> None:
+    """Raise UserError where a variant of model.py is switched on that config.json cannot name: its
+    export would be another model."""
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.name not in KNOWN_KEYS and value != field.default:
+            raise UserError(
+                f"model.{field.name}={str(value).lower()} has no counterpart in"
+                f" {', '.join(MODEL_TYPES)}: such a model cannot be exported"
+            )
+
+
 def hf_config(config: GPTConfig, dtype: str) -> dict:
     """The content of config.json for weights stored as `dtype` ("float32" or "bfloat16"), without
     the roles of tokens.

@@ -9,7 +9,7 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 
 from eval.hf.card import model_card
-from eval.hf.config import hf_config
+from eval.hf.config import check_keys, hf_config
 from eval.hf.files import as_json, new_folder
 from eval.hf.float8 import FLOAT8, store_float8
 from eval.hf.tokenizer import write_tokenizer
@@ -51,6 +51,7 @@ def export(
     del model  # its weights go as they are cast
     manifest = read_manifest(run_dir / "checkpoints" / name_of(step))
     config = config_from_dict(manifest["config"])
+    check_keys(config.model)
     quantised = [
         f"{layer.name}.weight" for layer in layers if layer.recipe and layer.name != "head"
     ]

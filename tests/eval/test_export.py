@@ -13,7 +13,7 @@ import signal
 import threading
 from collections.abc import Callable
 from contextlib import redirect_stderr
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -716,6 +716,15 @@ def test_mistakes_get_a_sentence_and_change_no_file(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_a_model_with_an_unknown_key_is_refused_and_no_file_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(hf_config, "KNOWN_KEYS", hf_config.KNOWN_KEYS - {"n_ffn"})
+    write_run(tmp_path / "run", n_ffn=36)
+    assert "model.n_ffn=36" in refused(capsys, export, f"{tmp_path}/run", f"{tmp_path}/hf")
+    assert not (tmp_path / "hf").exists()
+
+
 def test_a_folder_that_cannot_be_written_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -803,7 +812,7 @@ def scored_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         revision="-",
         license="x, y",
     )
-    edit(run / "summary.json", steps=6, loss_as_trained=3.2104, loss_bf16=3.2011)
+    edit(run / "summary.json", steps=6, loss_as_trained=3.210404837533, loss_bf16=3.201068538511)
     record = {
         "tasks": {"sciq": {"acc": 0.75, "acc_se": 0.0137, "docs_sha256": "x"}},
         "limit": None,
@@ -999,6 +1008,24 @@ QWEN3 = SIZES | {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class VariantConfig(GPTConfig):
+    """model.py with a key that no class of transformers has."""
+
+    parallel_blocks: bool = False
+
+
+def test_a_key_that_transformers_lacks_is_refused_where_it_is_set():
+    """Without its own refusal a variant was exported as a Llama, which computes something else."""
+    variant = VariantConfig(**asdict(OURS_31_8B), parallel_blocks=True)
+    with pytest.raises(UserError, match="model.parallel_blocks=true"):
+        hf_config.check_keys(variant)
+
+
+def test_a_key_that_transformers_lacks_is_no_hindrance_at_its_default():
+    hf_config.check_keys(VariantConfig(**asdict(OURS_31_8B)))
 
 
 def test_llama_31_8b_is_read_as_it_is_meant() -> None:

@@ -1174,7 +1174,9 @@ def test_a_run_without_a_checkpoint_is_refused_before_the_scoring(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.rmtree(run / "checkpoints")
-    assert "has no finished checkpoint yet" in refused(capsys, harness, run, "tasks=demo")
+    sentence = refused(capsys, harness, run, "tasks=demo")
+    assert "has no finished checkpoint yet" in sentence
+    assert f"by the command in {run / 'env.json'}" in sentence
 
 
 @pytest.mark.usefixtures("no_scoring")
@@ -1258,6 +1260,20 @@ def test_choices_have_32_characters_and_begin_with_a_blank(demo_data: DemoData) 
         for choice in question["choices"]:
             assert len(choice) == 32
             assert choice[0].isspace()
+
+
+def test_too_few_documents_for_questions_are_answered_with_a_remedy(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = [source._replace(documents=source.documents[:1]) for source in demo_sources(run)]
+    monkeypatch.setattr(demo_questions, "_sources", lambda _: iter(sources))
+    assert demo_questions.documents(str(run))["validation"].num_rows == len(sources)
+    with pytest.raises(UserError, match=r"tasks=val_ppl, .* larger val_share="):
+        demo_questions.questions(str(run))
+
+
+def demo_sources(run: Path) -> list[demo_questions._Source]:
+    return list(demo_questions._sources(str(run)))
 
 
 def homes_of(question: dict, demo_data: DemoData) -> list[str]:

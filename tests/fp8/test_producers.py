@@ -21,7 +21,7 @@ from fp8.precision import in_bf16
 from fp8.producers import ProducerBlock, Residual
 from fp8.recipes import E4M3, from_label
 from lib.errors import UserError
-from model import GPT, MLP, Attention, Block, GPTConfig, RMSNorm
+from model import GPT, MLP, Attention, Block, GPTConfig, Linear, RMSNorm
 from runtime import parallel
 from runtime.config import Config, FP8Config
 from tests.conftest import ALONE
@@ -389,6 +389,23 @@ def test_a_changed_block_is_refused_in_a_sentence(
     monkeypatch.setattr(module, "forward", forward)
     with pytest.raises(UserError, match="fp8.scaling=bounded computes .* block 0 of this model"):
         build(LABEL)
+
+
+def test_a_block_of_other_shapes_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch):
+    """An MLP of ReLU^2 without a gate, whose first Linear is half as wide."""
+
+    def initialise(self: MLP, config: GPTConfig) -> None:
+        init(self, config)
+        self.gate_up = Linear(config.n_embd, config.n_ffn)
+
+    def relu2(self: MLP, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.gate_up(x).relu().square())
+
+    init = MLP.__init__
+    monkeypatch.setattr(MLP, "__init__", initialise)
+    monkeypatch.setattr(MLP, "forward", relu2)
+    with pytest.raises(UserError, match="fp8.scaling=bounded computes .* block 0 of this model"):
+        producers.check_are_known_blocks(GPT.on_meta(GPTConfig(**SIZE)))
 
 
 def test_a_changed_block_is_taken_where_blocks_run_their_own_modules(

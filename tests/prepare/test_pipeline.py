@@ -416,6 +416,30 @@ def test_show_tells_what_was_dropped(shown: str) -> None:
     assert "\ntwo: dropped: copies 5 (first met in one 5), empty 0" in shown
 
 
+def test_show_names_the_licence_as_such(shown: str) -> None:
+    assert re.search("^two: from .*, licence: not stated$", shown, re.M)
+
+
+def test_a_validation_split_of_few_documents_is_remarked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its loss is that of one text: a pair's was once 1.5 % apart in the wrong direction."""
+    file = write(tmp_path / "few.jsonl", DOCUMENTS[:40])
+    assert local(file, out=tmp_path / "data", name="few", val_share=0.05) == 0
+    validation = shards.read_index(tmp_path / "data/few").splits["val"].documents
+    assert 0 < validation < 5
+    assert f"few: validation is {validation} of 40 documents" in capsys.readouterr().out
+
+
+def test_a_validation_split_of_many_documents_has_no_remark(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path / "many.jsonl", DOCUMENTS[:40])
+    assert local(file, out=tmp_path / "data", name="many", val_share=0.4) == 0
+    assert shards.read_index(tmp_path / "data/many").splits["val"].documents >= 5
+    assert "many: validation" not in capsys.readouterr().out
+
+
 # ---------------------------------------------------------------------------------------- a budget
 
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -53,6 +54,16 @@ def test_wsd_stays_at_the_full_rate_and_decays_on_a_line():
 @pytest.mark.parametrize("steps", [1, 2, 7])
 def test_no_step_of_a_short_run_has_a_rate_of_zero(schedule: str, steps: int):
     assert all(0 < lr <= 1 for lr in rates(steps, schedule=schedule))
+
+
+@pytest.mark.parametrize("schedule", get_args(get_type_hints(OptimConfig)["schedule"]))
+def test_every_schedule_that_a_config_may_name_has_rates(schedule: str):
+    assert len(rates(10, schedule=schedule)) == 10
+
+
+def test_a_schedule_without_rates_is_not_trained_as_another():
+    with pytest.raises(NotImplementedError, match="linear"):
+        rates(10, schedule="linear")
 
 
 # ----------------------------------------------------------------------- updates, against equations
@@ -190,6 +201,16 @@ def test_the_number_of_updates_can_be_set(kind: str):
     optim.set_updates(optimizer, 7)
     counts = [float(state["step"]) for state in optimizer.state.values() if "step" in state]
     assert set(counts) == {7.0}
+
+
+def test_every_kind_that_a_config_may_name_has_a_name_for_the_summary():
+    """Without one a run fails after its last step, as it writes its summary."""
+    assert set(optim.NAMES) == set(get_args(get_type_hints(OptimConfig)["kind"]))
+
+
+def test_a_kind_without_an_optimizer_is_not_trained_by_another():
+    with pytest.raises(NotImplementedError, match="lion"):
+        optim.build_optimizer(GPT(MODEL), OptimConfig(lr=1e-3, kind="lion"))
 
 
 # -------------------------------------------------------------------------- gradients that add up

@@ -205,8 +205,8 @@ def test_a_legend_counts_verdicts_and_events(eventful_run: Figure) -> None:
         "SKIP (3)",
         "SPIKE (1)",
         "ROLLBACK (1)",
-        "resume (2)",
         "save failed (1)",
+        "resume (2)",
     ]
 
 
@@ -242,6 +242,18 @@ def test_an_event_is_a_line_through_all_panels(eventful_run: Figure) -> None:
     for panel in eventful_run.axes:
         dashed = [line for line in panel.get_lines() if line.is_dashed()]
         assert sorted(float(line.get_xdata()[0]) for line in dashed) == [10, 12, 15, 24]
+
+
+def test_a_resume_where_a_run_had_stopped_hides_no_mark(tmp_path: Path) -> None:
+    """Every run that was stopped on request resumes at the step of its stop."""
+    rows = [row(step) for step in range(1, 21)]
+    rows[10:10] = [event("stopped", 10), event("resume", 10)]
+    loss = drawn(write(tmp_path / "stopped", rows)).axes[0]
+    marks = {line.get_marker(): line for line in loss.get_lines() if len(line.get_xdata())}
+    stopped, resume = marks[MARKS["stopped"][0]], marks[MARKS["resume"][0]]
+    lines = list(loss.get_lines())
+    assert lines.index(stopped) < lines.index(resume)
+    assert stopped.get_markersize() > 1.5 * resume.get_markersize()
 
 
 def test_an_undone_stretch_is_grey_in_all_panels(eventful_run: Figure) -> None:
