@@ -31,10 +31,15 @@ def claim(config: Config, world: World, cleanup: ExitStack) -> bool:
     """Lock the folder of a run, on rank 0 and until `cleanup` ends; False where that run is
     finished already. All ranks call it together. Raises UserError as is_finished() and
     lock_folder() do."""
-    if is_finished(config):
-        return False
-    run_on_rank0(world, lambda: cleanup.enter_context(lock_folder(config.run_dir)))
-    return not is_finished(config)  # perhaps since this start waited for the lock
+
+    def claim_on_rank0() -> bool:
+        if is_finished(config):
+            return False
+        cleanup.enter_context(lock_folder(config.run_dir))
+        return not is_finished(config)  # perhaps since this start waited for the lock
+
+    # other machines may see an older state of a network file system
+    return run_on_rank0(world, claim_on_rank0)
 
 
 # ------------------------------------------------------------------------------------------- lock

@@ -176,6 +176,32 @@ def refuse_other_data(start: Start, identity: dict[str, str]) -> None:
             )
 
 
+@dataclass(frozen=True)
+class DataOfRank:
+    """Which data a rank has found in data.dir."""
+
+    host: str
+    train_sha256: str  # Data's
+    val_sha256: str
+
+
+def refuse_unequal_data(of_ranks: Sequence[DataOfRank]) -> None:
+    """Raises UserError where a rank has other data than rank 0: the order of the data is computed
+    from the shards, so each would train on windows of an order of its own. `of_ranks`: by rank."""
+    first = of_ranks[0]
+    for rank, data in enumerate(of_ranks):
+        differing = []
+        if data.train_sha256 != first.train_sha256:
+            differing.append("training tokens")
+        if data.val_sha256 != first.val_sha256:
+            differing.append("validation tokens")
+        if differing:
+            raise UserError(
+                f"rank {rank} (host {data.host}) has other {' and '.join(differing)} in data.dir"
+                f" than rank 0 (host {first.host}): copy the shards of one machine to all"
+            )
+
+
 def refuse_to_replace_copies(config: Config, start: Start, manifest: dict) -> None:
     """Raises UserError where copies in config.checkpoint.copy_to, of whose newest this is the
     manifest, are another run's; or this run's, which would begin anew over them: they may be all
