@@ -395,12 +395,16 @@ FIRST_KEYS = frozenset(
 
 
 def changed_keys(stored: dict[str, Any], asked: dict[str, Any]) -> list[str]:
-    """How the identity that is asked for differs from the stored one, a phrase for each key."""
-    return [
-        f"{key} was {stored.get(key)}, now {asked.get(key)}"
-        for key in asked | stored
-        if stored.get(key) != asked.get(key)
-    ]
+    """How the identity that is asked for differs from the stored one, a phrase for each key. A key
+    that only one of them has is at its default in the other."""
+    changes = []
+    for key in asked | stored:
+        default = DEFAULTS.get(key)
+        before = stored.get(key, default)
+        now = asked.get(key, default)
+        if before != now:
+            changes.append(f"{key} was {before}, now {now}")
+    return changes
 
 
 SECTIONS: dict[str, Any] = {"": Config} | {
