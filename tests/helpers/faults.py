@@ -534,6 +534,18 @@ def limit(resource_number: float, most: float) -> None:
     resource.setrlimit(int(resource_number), (int(most), resource.RLIM_INFINITY))
 
 
+def no_room_to_roll_back() -> None:
+    """While the run goes back to a checkpoint no file grows, as on a full disk."""
+
+    def roll_back(original: Callable, *arguments: object) -> None:
+        _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, most))
+        original(*arguments)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+
+    wrap(train.Run, "_roll_back", roll_back)
+
+
 FAULTS: dict[str, Callable[..., None]] = {
     fault.__name__: fault
     for fault in (
@@ -553,6 +565,7 @@ FAULTS: dict[str, Callable[..., None]] = {
         ignore,
         default,
         limit,
+        no_room_to_roll_back,
     )
 }
 

@@ -433,6 +433,22 @@ def test_a_skip_or_a_rollback_ends_as_a_run_that_did_at_once_what_is_due(
     )
 
 
+def test_a_rollback_on_a_full_disk_is_as_any(base, tmp_path: Path):
+    """The run ended, and its next start met the same data again."""
+    config = changed(
+        base,
+        "run=full_rollback checkpoint.every=4 guard.skips=3 eval.every=6"
+        f" checkpoint.copy_to=file://{tmp_path}",
+    )
+    fault = "nan_weight:8:0"
+    finish(config, faults=[fault, "no_room_to_roll_back"])
+    twin = finish(replace(config, run="roomy_rollback"), faults=[fault])
+    assert rollbacks(config) == rollbacks(twin) == [(11, 4)]
+    assert faults.digest(config) == faults.digest(twin)
+    assert faults.trajectory(config) == faults.trajectory(twin)
+    assert [row["step"] for row in rows(config, "undone")] == list(range(5, 12))
+
+
 def test_after_a_rollback_losses_are_means_over_the_later_data(base, tmp_path: Path):
     """At a learning rate of nothing each step's loss can be told from its data alone, of which each
     has other targets."""
