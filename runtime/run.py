@@ -54,7 +54,7 @@ from runtime.metrics_file import TasksRow, TrainRow, ValidationRow, metrics_rows
 from runtime.parallel import World, build
 from runtime.remote import CheckpointCopies, is_url, open_store
 from runtime.replicas import check_replicas
-from runtime.run_folder import as_begun, claim, read_first_start
+from runtime.run_folder import as_begun, claim, describe_lost_rows, read_first_start
 from runtime.run_start import (
     DataOfRank,
     Progress,
@@ -342,6 +342,11 @@ class Run:
                 f"{self.config.run_dir}/env.json was gone: this start counts as the run's first,"
                 " also where predictions are scored"
             )
+        lost_rows = None
+        if self.start.is_resumed and self.world.is_main:
+            lost_rows = describe_lost_rows(self.config, step)
+        if lost_rows is not None:
+            self.log.say(lost_rows)
         if self.start.is_resumed and "wandb" in self.config.log.to:
             self.log.say(
                 f"log.to=wandb: W&B keeps the rows that it was sent for steps after {step} and"

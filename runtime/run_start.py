@@ -14,7 +14,7 @@ from lib.errors import UserError
 from runtime.checkpoint import BranchPoint, Restored, branch, restore, run_on_rank0
 from runtime.config import Config, FP8Config, config_from_dict, section_from_json
 from runtime.parallel import World
-from runtime.run_folder import changes_of_run, refuse_to_start_over
+from runtime.run_folder import changes_of_run, refuse_to_start_over, refuse_without_rows
 
 
 @dataclass
@@ -97,9 +97,11 @@ def find_start(
     """Fill `tensors` in place from the run's own newest whole checkpoint, else from
     config.start_from; from neither they are left as they are. All ranks call it together.
     `tell_damaged` gets, on rank 0, a line about each of the run's own that is damaged. Raises
-    UserError as restore(), branch() and refuse_to_start_over() do."""
+    UserError as restore(), branch(), refuse_to_start_over() and refuse_without_rows() do."""
     newest = restore(config.run_dir, tensors, world, tell_damaged)
     if newest is not None:
+        step = newest.step
+        run_on_rank0(world, lambda: refuse_without_rows(config, step))
         return _resume(newest)
     run_on_rank0(world, lambda: refuse_to_start_over(config))
     if not config.start_from:
