@@ -37,9 +37,13 @@ python="${PYTHON:-$default}"
 run_dir=$("$python" -c '
 import sys
 from lib.errors import UserError
+from runtime.command_line import read_command_line
 from runtime.config import load_config
 try:
-    print(load_config(sys.argv[1], sys.argv[2:]).run_dir)
+    line = read_command_line(sys.argv[1:])
+    if line.plan_for is not None:
+        raise UserError("--plan trains nothing and needs no GPU: python train.py FILE --plan")
+    print(load_config(line.file, line.overrides).run_dir)
 except UserError as error:
     print(f"slurm.sh: {error}", file=sys.stderr)
     sys.exit(2)' "$@") || exit 2

@@ -190,20 +190,30 @@ class Saver:
     def roll_back(self, step: int) -> None:
         """Delete the checkpoints of later steps, so that no resume continues from one."""
         self.wait()
-        if self.world.is_main and all(
-            step_of(path) > step for path in checkpoints(self.dir.parent)
-        ):
-            # a branch goes back to its trunk, and on without any of its own
-            note_saved(self.dir.parent, None, is_anew=True)
         run_on_rank0(self.world, lambda: self._remove_after(step))
 
     def _remove_after(self, step: int) -> None:
+        paths = checkpoints(self.dir.parent)
+        # a branch goes back to its trunk, and on without any of its own
+        has_none_left = all(step_of(path) > step for path in paths)
+        is_noted = not has_none_left or self._try_to_note_none()
         if self.copies is not None:
             self.copies.roll_back(step)
         # Newest first: a kill in between leaves the fewest of those that are to go.
-        for path in reversed(checkpoints(self.dir.parent)):
+        for path in reversed(paths):
             if step_of(path) > step:
                 _remove(path)
+        if not is_noted:
+            self._try_to_note_none()  # what was removed may have made room
+
+    def _try_to_note_none(self) -> bool:
+        """Note that the run has no complete checkpoint; whether there was room for it. Where there
+        was none, a kill before the next checkpoint has the next start ask for those that are
+        gone."""
+        with suppress(OSError):
+            note_saved(self.dir.parent, None, is_anew=True)
+            return True
+        return False
 
     def wait(self) -> None:
         """Wait for the save under way, if any. Raises nothing, however it ended: error paths call

@@ -330,6 +330,19 @@ class Config:
         start_from = f"{parent[0]} at step {parent[1]}" if parent else None
         return named | {"seed": self.seed, "steps": self.total_steps, "start_from": start_from}
 
+    def settings_of_job(self) -> dict[str, Any]:
+        """What all ranks of a job must agree on, as flat key -> value: every setting but paths,
+        which each machine may have of its own."""
+        sections: dict[str, dict[str, Any]] = {
+            name: asdict(getattr(self, name)) for name in SECTIONS if name
+        }
+        keys = {name: getattr(self, name) for name in DEFAULTS if "." not in name}
+        for section, values in sections.items():
+            for name, value in values.items():
+                keys[f"{section}.{name}"] = value
+        shared = {key: value for key, value in keys.items() if key not in PATHS_OF_MACHINE}
+        return shared | {"start_from": self.identity()["start_from"]}
+
     def _is_in_identity(self, key: str, value: object) -> bool:
         if key in FREE_KEYS:
             return False
@@ -350,6 +363,15 @@ FREE_KEYS = {
     "model.loss_chunk",
     "fp8.all_gather",
     "fp8.kernels",
+}
+# Folders that machines of one job may have at places of their own.
+PATHS_OF_MACHINE = {
+    "data.dir",
+    "data.tokenizer",
+    "eval.tasks_include",
+    "eval.tasks_offline",
+    "out",
+    "start_from",
 }
 # Keys that the identity of every run holds: those of the first version. Never add one: a key that
 # came later is in the identity where it is not at its default, or runs from before it would not
@@ -373,12 +395,16 @@ FIRST_KEYS = frozenset(
 
 
 def changed_keys(stored: dict[str, Any], asked: dict[str, Any]) -> list[str]:
-    """How the identity that is asked for differs from the stored one, a phrase for each key."""
-    return [
-        f"{key} was {stored.get(key)}, now {asked.get(key)}"
-        for key in asked | stored
-        if stored.get(key) != asked.get(key)
-    ]
+    """How the identity that is asked for differs from the stored one, a phrase for each key. A key
+    that only one of them has is at its default in the other."""
+    changes = []
+    for key in asked | stored:
+        default = DEFAULTS.get(key)
+        before = stored.get(key, default)
+        now = asked.get(key, default)
+        if before != now:
+            changes.append(f"{key} was {before}, now {now}")
+    return changes
 
 
 SECTIONS: dict[str, Any] = {"": Config} | {

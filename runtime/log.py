@@ -19,7 +19,7 @@ from torch.profiler import ProfilerAction, profile
 
 from lib.command import drop_output
 from lib.errors import UserError
-from lib.files import digest, read_rows, to_line, write_atomically
+from lib.files import digest, read_bytes, read_rows, to_line, write_atomically
 from lib.text import duration, si
 from runtime.config import Config
 from runtime.metrics_file import metrics_rows
@@ -38,7 +38,7 @@ class Log:
     later steps.
 
     On a full disk rows wait in memory and training goes on; a dashboard that raises is dropped.
-    Raises OSError where a start or a rollback, which write the file anew, find no room."""
+    Raises OSError where a start, which writes the file anew, finds no room."""
 
     def __init__(self, config: Config, resume_step: int, meter: "Meter | None" = None):
         """meter: samples of the GPU for each step's row."""
@@ -111,13 +111,19 @@ class Log:
 
     def roll_back(self, to_step: int, event: dict) -> None:
         """Relabel the rows after `to_step` as undone and add the event, in one atomic change of the
-        file."""
+        file. On a full disk the file is cut behind the rows that stand, which needs no room, and
+        the others wait."""
         rows = metrics_rows(read_rows(self.path, self._unwritten))
         rows = [
             row if row["step"] <= to_step else row | {"kind": UNDONE.get(row["kind"], row["kind"])}
             for row in rows
         ]
-        self._rewrite([*rows, {"kind": "event", **event}])
+        rows.append({"kind": "event", **event})
+        try:
+            self._rewrite(rows)
+        except OSError:
+            self._cut(rows)
+            self._flush()
         self._show("write", {"kind": "event", **event})
 
     def say(self, text: str) -> None:
@@ -143,10 +149,29 @@ class Log:
     def _rewrite(self, rows: list[dict]) -> None:
         """Let the file hold `rows` alone."""
         write_atomically(self.path, b"".join(map(to_line, rows)))
+        self._reopen()
+        self._unwritten = b""
+        self._note_results(rows)
+
+    def _cut(self, rows: list[dict]) -> None:
+        """Let the file hold those of the first of `rows` that it has already; the others wait."""
+        lines = list(map(to_line, rows))
+        n_kept = 0
+        for line, line_on_disk in zip(lines, read_bytes(self.path).splitlines(True), strict=False):
+            if line != line_on_disk:
+                break
+            n_kept += 1
+        self._reopen()
+        self._file.truncate(sum(map(len, lines[:n_kept])))
+        self._unwritten = b"".join(lines[n_kept:])
+        self._note_results(rows)
+
+    def _reopen(self) -> None:
         self._file.close()
         # Stays open: on NFS each close sends the row to the server while the GPUs wait.
         self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - closed with the log
-        self._unwritten = b""
+
+    def _note_results(self, rows: list[dict]) -> None:
         # validation losses by step
         self.validated = {
             row["step"]: float(row["loss"] or "nan") for row in rows if row["kind"] == "val"

@@ -6,6 +6,7 @@ import inspect
 import os
 import re
 import shutil
+import socket
 import sys
 import threading
 import time
@@ -230,6 +231,8 @@ def _join(
         timeout=patience,
         device_id=device if device.type == "cuda" else None,
     )
+    checkpoint_group = dist.new_group(backend="gloo", timeout=patience)
+    _refuse_other_settings(config, size, checkpoint_group)
     does_fit = torch.tensor(float(fits_whole(size, device)))
     dist.all_reduce(does_fit, dist.ReduceOp.MIN)  # ranks may have unequal GPUs
     shape = mesh_shape(config, size, fits_whole=bool(does_fit))
@@ -245,9 +248,31 @@ def _join(
         device=device,
         mesh=mesh,
         local_size=_local_size(size),
-        checkpoint_group=dist.new_group(backend="gloo", timeout=patience),
+        checkpoint_group=checkpoint_group,
         launcher=launcher,
     )
+
+
+def _refuse_other_settings(config: Config, size: int, group: dist.ProcessGroup) -> None:
+    """Raises UserError, on all ranks, where one was started with other settings than rank 0, as by
+    another command or config file on its machine. Replicas would differ after the first update;
+    shards would train on without a word."""
+    own = (socket.gethostname(), config.settings_of_job())
+    of_ranks = [own for _ in range(size)]
+    dist.all_gather_object(of_ranks, own, group=group)
+    first_host, first_settings = of_ranks[0]
+    for rank, (host, settings) in enumerate(of_ranks):
+        changes = [
+            f"{key}={settings.get(key)} there, {key}={first_settings.get(key)} here"
+            for key in first_settings | settings
+            if settings.get(key) != first_settings.get(key)
+        ]
+        if changes:
+            raise UserError(
+                f"rank {rank} (host {host}) was started with other settings than rank 0 (host"
+                f" {first_host}, here): {'; '.join(changes)}; give every machine the same command"
+                " and config files"
+            )
 
 
 def _local_size(size: int) -> int:

@@ -183,7 +183,9 @@ class CheckpointCopies:
             self._waiting = None
             if self._undone_after is not None:  # what was to be removed before is there still
                 step = min(step, self._undone_after)
-            write_json(self.run_dir / UNDONE, asdict(Undone(self.url, step)))
+            # On a full disk the store is asked without: a kill alone would forget what it refuses.
+            with suppress(OSError):
+                write_json(self.run_dir / UNDONE, asdict(Undone(self.url, step)))
             self._undone_after = step
             self._is_removal_due = True
             self._state.notify_all()

@@ -8,6 +8,7 @@ signals.py's."""
 
 import gc
 import math
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -37,6 +38,7 @@ from runtime.checkpoint import (
     note_saved,
     restore,
     run_on_rank0,
+    together,
     whole_points_to_average,
 )
 from runtime.checkpoint import step_of as checkpoint_step
@@ -52,14 +54,16 @@ from runtime.metrics_file import TasksRow, TrainRow, ValidationRow, metrics_rows
 from runtime.parallel import World, build
 from runtime.remote import CheckpointCopies, is_url, open_store
 from runtime.replicas import check_replicas
-from runtime.run_folder import as_begun, claim, read_first_start
+from runtime.run_folder import as_begun, claim, describe_lost_rows, read_first_start
 from runtime.run_start import (
+    DataOfRank,
     Progress,
     Start,
     StartKind,
     find_start,
     refuse_other_data,
     refuse_to_replace_copies,
+    refuse_unequal_data,
 )
 from runtime.signals import StopRequest
 from runtime.summary import Average, Finished, Summary, summarise, write_val_losses
@@ -193,8 +197,23 @@ class Run:
                 open_store(key, url)
 
     def _load_data(self) -> None:
-        self.data = Data(self.config, *self.tokenizer.hashes, eot=self.tokenizer.eot)
-        # each machine may have a copy of its own
+        """Each machine may have a copy of its own. Raises UserError, on all ranks, where one lacks
+        the data or holds other data."""
+        loaded: list[Data] = []
+
+        def load() -> DataOfRank:
+            data = Data(self.config, *self.tokenizer.hashes, eot=self.tokenizer.eot)
+            loaded.append(data)
+            return DataOfRank(socket.gethostname(), data.train_sha256, data.val_sha256)
+
+        try:
+            of_ranks = together(load, self.world)
+        except UserError as error:
+            if loaded:
+                raise UserError(f"on another machine: {error}") from error
+            raise
+        refuse_unequal_data(of_ranks)
+        self.data = loaded[0]
         self.data.verify(*self.world.share_of_machine)
 
     def _build(self) -> None:
@@ -323,6 +342,11 @@ class Run:
                 f"{self.config.run_dir}/env.json was gone: this start counts as the run's first,"
                 " also where predictions are scored"
             )
+        lost_rows = None
+        if self.start.is_resumed and self.world.is_main:
+            lost_rows = describe_lost_rows(self.config, step)
+        if lost_rows is not None:
+            self.log.say(lost_rows)
         if self.start.is_resumed and "wandb" in self.config.log.to:
             self.log.say(
                 f"log.to=wandb: W&B keeps the rows that it was sent for steps after {step} and"

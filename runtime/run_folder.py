@@ -31,10 +31,15 @@ def claim(config: Config, world: World, cleanup: ExitStack) -> bool:
     """Lock the folder of a run, on rank 0 and until `cleanup` ends; False where that run is
     finished already. All ranks call it together. Raises UserError as is_finished() and
     lock_folder() do."""
-    if is_finished(config):
-        return False
-    run_on_rank0(world, lambda: cleanup.enter_context(lock_folder(config.run_dir)))
-    return not is_finished(config)  # perhaps since this start waited for the lock
+
+    def claim_on_rank0() -> bool:
+        if is_finished(config):
+            return False
+        cleanup.enter_context(lock_folder(config.run_dir))
+        return not is_finished(config)  # perhaps since this start waited for the lock
+
+    # other machines may see an older state of a network file system
+    return run_on_rank0(world, claim_on_rank0)
 
 
 # ------------------------------------------------------------------------------------------- lock
@@ -215,6 +220,34 @@ def refuse_to_start_over(config: Config) -> None:
     raise error(
         f"{config.run_dir} has come to step {max(steps, default=0)}, yet no checkpoint of it is"
         f" left{but_damaged}: put its checkpoints/ back, or delete the folder to start the run anew"
+    )
+
+
+def refuse_without_rows(config: Config, step: int) -> None:
+    """Raises UserError where the run resumes at its last step, `step`, and metrics.jsonl has no row
+    of a training step, of which summary.json takes the speed."""
+    if step < config.total_steps or _trained_steps(config.run_dir):
+        return
+    newest = config.run_dir / f"checkpoints/step_{step:08d}"
+    raise UserError(
+        f"{config.run_dir}/metrics.jsonl has no row of a training step, of which summary.json takes"
+        f" the speed: put the file back, or move {newest} away, so that the last steps are trained"
+        " again"
+    )
+
+
+def describe_lost_rows(config: Config, step: int) -> str | None:
+    """A sentence on the steps up to `step` that metrics.jsonl has no row of, as where the file was
+    removed, or the disk was full and the run killed; None where it has all."""
+    first = config.parent[1] if config.parent else 0
+    steps = _trained_steps(config.run_dir)
+    lost = [s for s in range(first + 1, step + 1) if s not in steps]
+    if not lost:
+        return None
+    return (
+        f"{config.run_dir}/metrics.jsonl lacks the rows of {len(lost):,} of the"
+        f" {step - first:,} steps that the run has behind it: the weights have them, its curves and"
+        " speeds are of the others"
     )
 
 

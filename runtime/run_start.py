@@ -14,7 +14,7 @@ from lib.errors import UserError
 from runtime.checkpoint import BranchPoint, Restored, branch, restore, run_on_rank0
 from runtime.config import Config, FP8Config, config_from_dict, section_from_json
 from runtime.parallel import World
-from runtime.run_folder import changes_of_run, refuse_to_start_over
+from runtime.run_folder import changes_of_run, refuse_to_start_over, refuse_without_rows
 
 
 @dataclass
@@ -97,9 +97,11 @@ def find_start(
     """Fill `tensors` in place from the run's own newest whole checkpoint, else from
     config.start_from; from neither they are left as they are. All ranks call it together.
     `tell_damaged` gets, on rank 0, a line about each of the run's own that is damaged. Raises
-    UserError as restore(), branch() and refuse_to_start_over() do."""
+    UserError as restore(), branch(), refuse_to_start_over() and refuse_without_rows() do."""
     newest = restore(config.run_dir, tensors, world, tell_damaged)
     if newest is not None:
+        step = newest.step
+        run_on_rank0(world, lambda: refuse_without_rows(config, step))
         return _resume(newest)
     run_on_rank0(world, lambda: refuse_to_start_over(config))
     if not config.start_from:
@@ -173,6 +175,32 @@ def refuse_other_data(start: Start, identity: dict[str, str]) -> None:
             raise UserError(
                 f"{start.checkpoint.parent.parent} was begun with other {description}: restore"
                 " those, or choose another run="
+            )
+
+
+@dataclass(frozen=True)
+class DataOfRank:
+    """Which data a rank has found in data.dir."""
+
+    host: str
+    train_sha256: str  # Data's
+    val_sha256: str
+
+
+def refuse_unequal_data(of_ranks: Sequence[DataOfRank]) -> None:
+    """Raises UserError where a rank has other data than rank 0: the order of the data is computed
+    from the shards, so each would train on windows of an order of its own. `of_ranks`: by rank."""
+    first = of_ranks[0]
+    for rank, data in enumerate(of_ranks):
+        differing = []
+        if data.train_sha256 != first.train_sha256:
+            differing.append("training tokens")
+        if data.val_sha256 != first.val_sha256:
+            differing.append("validation tokens")
+        if differing:
+            raise UserError(
+                f"rank {rank} (host {data.host}) has other {' and '.join(differing)} in data.dir"
+                f" than rank 0 (host {first.host}): copy the shards of one machine to all"
             )
 
 

@@ -62,7 +62,8 @@ class Run:
     """A start of train.py with `overrides`, as `ranks` processes, of which the first leads their
     process group. With `restarts` the one process is the genuine torchrun, and two ranks, which
     import everything themselves, are its own processes. Ranks share the weights, where the config
-    leaves it open."""
+    leaves it open. `of_last_rank`: overrides of that rank alone, as if a machine of its own had
+    been given another command."""
 
     def __init__(
         self,
@@ -71,6 +72,7 @@ class Run:
         faults: Sequence[str] = (),
         ranks: int = 1,
         restarts: int | None = None,
+        of_last_rank: Sequence[str] = (),
     ):
         n_ranks = ranks if restarts is None else 2
         if n_ranks > 1 and (config.parallel.replicate, config.parallel.shard) == (1, None):
@@ -98,8 +100,9 @@ class Run:
         for rank in range(ranks):
             place = launch_environment(rank, ranks, port) if ranks > 1 else {}
             leader = self.pid if rank else 0
+            words = [*argv, *of_last_rank] if rank == ranks - 1 else argv
             self.processes.append(
-                FORKS.Process(target=start_rank, args=(command, argv, place, self.log, leader))
+                FORKS.Process(target=start_rank, args=(command, words, place, self.log, leader))
             )
             self.processes[-1].start()
 
@@ -531,6 +534,18 @@ def limit(resource_number: float, most: float) -> None:
     resource.setrlimit(int(resource_number), (int(most), resource.RLIM_INFINITY))
 
 
+def no_room_to_roll_back() -> None:
+    """While the run goes back to a checkpoint no file grows, as on a full disk."""
+
+    def roll_back(original: Callable, *arguments: object) -> None:
+        _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, most))
+        original(*arguments)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+
+    wrap(train.Run, "_roll_back", roll_back)
+
+
 FAULTS: dict[str, Callable[..., None]] = {
     fault.__name__: fault
     for fault in (
@@ -550,6 +565,7 @@ FAULTS: dict[str, Callable[..., None]] = {
         ignore,
         default,
         limit,
+        no_room_to_roll_back,
     )
 }
 

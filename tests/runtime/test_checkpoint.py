@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from lib.errors import MachineError, UserError
+from lib.files import write_json
 from runtime import checkpoint
 from runtime.checkpoint import (
     DamagedError,
@@ -25,6 +26,7 @@ from runtime.checkpoint import (
     latest,
     load,
     read_manifest,
+    read_saved,
     restore,
     seal,
     steps_to_keep,
@@ -379,3 +381,23 @@ def test_the_policy_holds_on_disk_across_a_resume_and_a_rollback(tiny: Config):
         saver.save(step, tensors(step + 1), {"guard": {"consecutive": consecutive}}, tiny)
         saver.finish()
         assert saved_steps(tiny) == expected and holds(latest(tiny.run_dir), step + 1)
+
+
+@pytest.mark.parametrize("is_made_room", [True, False])
+def test_a_branch_goes_back_to_its_trunk_on_a_full_disk_too(
+    tiny: Config, monkeypatch: pytest.MonkeyPatch, is_made_room: bool
+):
+    """saved.json cannot be written: at all, or until the checkpoints are removed."""
+    save(tiny, 7, 8)
+
+    def write(path: Path, value: dict) -> None:
+        if not is_made_room or saved_steps(tiny):
+            raise OSError(28, "No space left on device")
+        write_json(path, value)
+
+    monkeypatch.setattr("runtime.checkpoint.write_json", write)
+    saver = saver_of(tiny)
+    saver.roll_back(6)
+    assert saved_steps(tiny) == []
+    saved = read_saved(tiny.run_dir)
+    assert saved is not None and saved.first_checkpoint == (None if is_made_room else 7)

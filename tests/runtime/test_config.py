@@ -24,18 +24,20 @@ from runtime.config import (
     FIRST_KEYS,
     FREE_KEYS,
     KEYS,
+    PATHS_OF_MACHINE,
     SECTIONS,
     Config,
     FP8Config,
     OptimConfig,
     apply_overrides,
+    changed_keys,
     config_from_dict,
     help_text,
     load_config,
     read_config,
 )
 from runtime.log import digest, lineage, pair_id
-from tests.conftest import ROOT, write_config
+from tests.conftest import ROOT, changed, write_config
 
 ALL_CONFIGS = sorted(
     p
@@ -711,3 +713,31 @@ def test_the_default_of_a_later_key_is_what_the_code_did_before(key: str):
     other value than what trained its first steps would change it without a word."""
     assert key in DONE_BEFORE, f"{key} is new: name in DONE_BEFORE what the code did without it"
     assert DEFAULTS[key] == DONE_BEFORE[key], f"{key}: runs of before it would go on differently"
+
+
+def test_a_change_from_a_default_names_the_default(tiny: Config):
+    """Not None, which is no value of these keys."""
+    asked = changed(tiny, "optim.kind=muon optim.momentum=0.9 data.document_mask=true")
+    assert sorted(changed_keys(tiny.identity(), asked.identity())) == [
+        "data.document_mask was False, now True",
+        "optim.kind was adamw, now muon",
+        "optim.momentum was 0.95, now 0.9",
+    ]
+    assert "optim.kind was muon, now adamw" in changed_keys(asked.identity(), tiny.identity())
+
+
+def test_what_only_muon_has_is_no_change_of_its_own(tiny: Config):
+    asked = changed(tiny, "optim.kind=muon")
+    assert changed_keys(tiny.identity(), asked.identity()) == ["optim.kind was adamw, now muon"]
+
+
+def test_ranks_agree_on_every_key_but_paths(tiny: Config):
+    assert set(KEYS) - set(tiny.settings_of_job()) == PATHS_OF_MACHINE - {"start_from"}
+
+
+def test_ranks_agree_on_the_step_to_start_from_wherever_it_lies(tiny: Config):
+    here, there, later = (
+        replace(tiny, start_from=f"{folder}/trunk/checkpoints/step_{step:08d}").settings_of_job()
+        for folder, step in (("out", 4), ("/mnt/out", 4), ("out", 5))
+    )
+    assert here == there != later

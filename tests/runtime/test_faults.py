@@ -29,7 +29,7 @@ from runtime.config import Config, FP8Config
 from runtime.data import Data
 from runtime.parallel import LAUNCHER_CHECK_S
 from runtime.tokenizer import load_tokenizer
-from tests.conftest import ALONE, changed, tiny_config, write_shards
+from tests.conftest import ALONE, changed, tiny_config, write_shards, write_source
 from tests.helpers import faults
 from tests.helpers.faults import flip_bit, leftovers, record, rows, saved_steps, summary
 
@@ -288,6 +288,47 @@ def test_a_mistake_is_told_once_on_several_ranks(base):
     assert "cannot be shared by 2 ranks" in refused([2, 2], config, "data.micro_batch=8", ranks=2)
 
 
+@pytest.mark.parametrize("words", ["optim.lr=0.5", "checkpoint.every=3", "parallel.shard=1"])
+def test_ranks_that_were_given_other_settings_are_refused(base, words: str):
+    """Of shards another learning rate trained on without a word; of replicas a GPU was blamed."""
+    config = replace(base, run="unequal")
+    sentence = refused([2, 2], config, ranks=2, of_last_rank=[words])
+    assert "rank 1 " in sentence and words in sentence
+    assert not config.run_dir.exists()
+
+
+def test_ranks_that_hold_other_data_are_refused(base, tmp_path: Path):
+    """The run ended as if nothing were wrong."""
+    for seed, name in enumerate(("web", "code"), 7):
+        write_source(tmp_path / name, seed)
+    config = replace(base, run="unequal_data")
+    sentence = refused([2, 2], config, ranks=2, of_last_rank=[f"data.dir={tmp_path}"])
+    assert "rank 1 " in sentence and "training tokens" in sentence
+    assert not config.run_dir.exists()
+
+
+def test_a_machine_without_the_data_is_told(base, tmp_path: Path):
+    config = replace(base, run="absent_data")
+    sentence = refused([2, 2], config, ranks=2, of_last_rank=[f"data.dir={tmp_path}"])
+    assert "on another machine: " in sentence and f"there is no {tmp_path}" in sentence
+
+
+def test_machines_may_have_the_same_data_in_folders_of_their_own(
+    base, data_dir: Path, tmp_path: Path, whole: dict[int, dict]
+):
+    copy = shutil.copytree(data_dir, tmp_path / "copy")
+    config = replace(base, run="own_data")
+    ended([0, 0], config, ranks=2, of_last_rank=[f"data.dir={copy}"])
+    assert record(config) == whole[2]
+
+
+def test_rank_0_decides_whether_a_run_is_finished(base, whole: dict[int, dict], tmp_path: Path):
+    """As where a network file system shows another machine an older folder."""
+    run = ended([0, 0], replace(base, run="whole2"), ranks=2, of_last_rank=[f"out={tmp_path}"])
+    assert "finished, all" in run.output
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_rank_0_looks_for_alone_is_told(base):
     orphan = replace(base, run="orphan", start_from=f"{base.out}/none/checkpoints/step_00000004")
     assert "is no finished checkpoint" in refused([2, 2], orphan, ranks=2)
@@ -390,6 +431,22 @@ def test_a_skip_or_a_rollback_ends_as_a_run_that_did_at_once_what_is_due(
         faults.trajectory(config)[0 if back else 5 :]
         == faults.trajectory(expected)[0 if back else 5 :]
     )
+
+
+def test_a_rollback_on_a_full_disk_is_as_any(base, tmp_path: Path):
+    """The run ended, and its next start met the same data again."""
+    config = changed(
+        base,
+        "run=full_rollback checkpoint.every=4 guard.skips=3 eval.every=6"
+        f" checkpoint.copy_to=file://{tmp_path}",
+    )
+    fault = "nan_weight:8:0"
+    finish(config, faults=[fault, "no_room_to_roll_back"])
+    twin = finish(replace(config, run="roomy_rollback"), faults=[fault])
+    assert rollbacks(config) == rollbacks(twin) == [(11, 4)]
+    assert faults.digest(config) == faults.digest(twin)
+    assert faults.trajectory(config) == faults.trajectory(twin)
+    assert [row["step"] for row in rows(config, "undone")] == list(range(5, 12))
 
 
 def test_after_a_rollback_losses_are_means_over_the_later_data(base, tmp_path: Path):

@@ -235,10 +235,6 @@ def test_on_a_full_disk_rows_wait_for_room_and_training_goes_on(
         run_log.path.read_bytes()[: len(intact)] == intact
         and run_log.path.stat().st_size == len(intact) + spare
     )
-    # a rollback writes the whole file anew
-    with largest_file(10), pytest.raises(OSError, match="File too large"):
-        go_back(run_log, 6)
-    assert len(list(tiny.run_dir.iterdir())) == 1, "what has filled the disk is removed"
     for each_log in run_log, twin:
         go_back(each_log, 6)
         each_log.step(row(7))
@@ -254,6 +250,25 @@ def test_on_a_full_disk_rows_wait_for_room_and_training_goes_on(
         run_log.path.read_bytes() == twin.path.read_bytes()
         and "rows are lost" in capsys.readouterr().out
     )
+
+
+@pytest.mark.parametrize("to", [5, 4])  # to 4 it went back before
+def test_a_rollback_without_room_leaves_rows_that_stand_and_the_others_wait(
+    tiny: Config, capsys: pytest.CaptureFixture[str], to: int
+):
+    run_log, twin = rolled_back(tiny), rolled_back(replace(tiny, run="twin"))
+    with largest_file(10):
+        go_back(run_log, to)
+        run_log.step(row(to + 1))
+    assert max(steps_of(run_log, "train")) == to, "a kill here resumes from rows that stand"
+    assert os.listdir(tiny.run_dir) == [run_log.path.name], "what has filled the disk is removed"
+    assert capsys.readouterr().out.count("rows wait for room") == 1
+    go_back(twin, to)
+    twin.step(row(to + 1))
+    for each_log in run_log, twin:
+        each_log.validation(val(to + 1))
+    assert run_log.path.read_bytes() == twin.path.read_bytes()
+    assert run_log.validated == twin.validated
 
 
 def test_a_log_file_gets_a_line_now_and_then(

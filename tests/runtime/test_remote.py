@@ -302,6 +302,115 @@ def test_a_rollback_returns_when_the_store_holds_no_later_step(store: FaultyStor
     assert copied_steps(store) == [1]
 
 
+@pytest.mark.parametrize("first, second", [(1, 2), (2, 1)])
+def test_a_second_rollback_removes_what_the_first_could_not(
+    store: FaultyStore, tmp_path: Path, first: int, second: int
+):
+    copies = CheckpointCopies(URL, "tiny", tmp_path)
+    copy_steps(copies, tmp_path, 1, 2, 3)
+    store.removal_faults += ["drop"] * remote.ATTEMPTS
+    copies.roll_back(first)
+    assert copied_steps(store) == [1, 2, 3]
+    copies.roll_back(second)
+    assert copied_steps(store) == [1]
+
+
+def test_a_rollback_during_a_removal_is_waited_for_itself(
+    store: FaultyStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The store is slow with the first, to step 2, while the run goes back to step 1."""
+    copies = CheckpointCopies(URL, "tiny", tmp_path)
+    copy_steps(copies, tmp_path, 1, 2, 3)
+    gate = threading.Event()
+    store.removal_faults += [gate]
+    monkeypatch.setattr(remote, "REMOVAL_PATIENCE_S", 0.1)
+    copies.roll_back(2)
+    assert copied_steps(store) == [1, 2, 3]
+    monkeypatch.setattr(remote, "REMOVAL_PATIENCE_S", 60.0)
+    threading.Timer(0.3, gate.set).start()
+    copies.roll_back(1)
+    assert copied_steps(store) == [1]
+    assert not (tmp_path / remote.UNDONE).exists()
+
+
+def test_the_newest_copies_are_removed_first(
+    store: FaultyStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A kill in between leaves the fewest of those that are to go."""
+    copies = CheckpointCopies(URL, "tiny", tmp_path)
+    copy_steps(copies, tmp_path, 1, 2, 3, 4)
+    removed: list[str] = []
+    monkeypatch.setattr(FaultyStore, "rm_file", lambda _, path: removed.append(path))
+    copies.roll_back(1)
+    folder = "/bucket/runs/tiny/checkpoints"
+    assert removed == [f"{folder}/step_0000000{step}/DONE" for step in (4, 3, 2)]
+
+
+def test_the_copy_of_the_step_that_a_run_goes_back_to_is_finished(
+    store: FaultyStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    gate = threading.Event()
+    monkeypatch.setitem(store.faults, ".distcp", [gate])
+    monkeypatch.setattr(remote, "REMOVAL_PATIENCE_S", 0.1)
+    copies = CheckpointCopies(URL, "tiny", tmp_path)
+    copies.copy(make_checkpoint(tmp_path, 2))
+    wait_for(lambda: not store.faults[".distcp"])
+    copies.roll_back(2)
+    gate.set()
+    copies.finish(60)
+    assert copied_steps(store) == [2]
+
+
+def test_a_checkpoint_that_waits_is_not_copied_after_it_was_undone(
+    store: FaultyStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    gate = threading.Event()
+    monkeypatch.setitem(store.faults, ".distcp", [gate])
+    monkeypatch.setattr(remote, "REMOVAL_PATIENCE_S", 0.1)
+    copies = CheckpointCopies(URL, "tiny", tmp_path)
+    copies.copy(make_checkpoint(tmp_path, 1))
+    wait_for(lambda: not store.faults[".distcp"])
+    copies.copy(make_checkpoint(tmp_path, 2))
+    copies.roll_back(1)
+    gate.set()
+    copies.finish(60)
+    assert copied_steps(store) == [1]
+
+
+class UnsortedStore:
+    """A store that lists a folder in any order."""
+
+    def invalidate_cache(self) -> None:
+        pass
+
+    def ls(self, folder: str, detail: bool) -> list[str]:
+        steps = ["100000000", "00000009", "00000010"]
+        return [f"{folder}/step_{step}" for step in steps]
+
+
+def test_copies_are_counted_in_the_order_of_their_steps():
+    assert list(remote.steps_in(UnsortedStore(), "runs").values()) == [9, 10, 10**8]
+
+
+def test_a_damaged_copy_is_nobodys_newest(store: FaultyStore, tmp_path: Path):
+    copies = CheckpointCopies(URL, "tiny", tmp_path)
+    copy_steps(copies, tmp_path, 1, 2)
+    folder = "/bucket/runs/tiny/checkpoints"
+    first = json.loads(store.cat_file(f"{folder}/step_00000001/manifest.json"))
+    store.pipe_file(f"{folder}/step_00000002/DONE", b"0" * 64)
+    assert remote.newest_manifest(store, folder) == first
+
+
+def test_runs_of_one_name_in_two_stores_are_two(store: FaultyStore, tmp_path: Path):
+    for bucket in "ab":
+        copies = CheckpointCopies(f"faulty://{bucket}/runs", "tiny", tmp_path / bucket)
+        copies.copy(make_checkpoint(tmp_path / bucket, 1, f"weights of {bucket}"))
+        copies.finish(60)
+    folders = [fetch(f"faulty://{bucket}/runs/tiny", tmp_path) for bucket in "ab"]
+    contents_of_both = [(folder / "__0_0.distcp").read_text() for folder in folders]
+    assert contents_of_both == [f"weights of {bucket} of step 1" for bucket in "ab"]
+
+
 class Killed(BaseException):
     """In the place of kill -9: nothing of the run catches it."""
 
@@ -675,3 +784,28 @@ def test_a_run_starts_from_an_http_server_that_cuts_answers_short(
     taken = changed(tiny, f"run=taken start_from={server}/trunk")
     run(taken)
     assert rows(taken)[0]["loss"] < rows(trunk)[0]["loss"] - 0.5
+
+
+# ------------------------------------------------------------------------------- tried how often?
+
+
+@pytest.mark.parametrize("n_failures", [remote.ATTEMPTS - 1, remote.ATTEMPTS])
+def test_a_transfer_is_tried_five_times_with_twice_the_pause_each_time(
+    monkeypatch: pytest.MonkeyPatch, n_failures: int
+):
+    pauses: list[float] = []
+    monkeypatch.setattr(remote.time, "sleep", pauses.append)
+    failures = [OSError(f"number {i}") for i in range(n_failures)]
+    calls = iter(failures)
+
+    def transfer() -> str:
+        for failure in calls:
+            raise failure
+        return "transferred"
+
+    if n_failures < 5:
+        assert remote.attempted(transfer) == "transferred"
+    else:
+        with pytest.raises(OSError, match="number 4"):
+            remote.attempted(transfer)
+    assert pauses == [1.0, 2.0, 4.0, 8.0]

@@ -328,14 +328,21 @@ def test_replicas_clip_by_one_norm_also_where_theirs_differ(
 
 
 def unequal_replicas(
-    monkeypatch: pytest.MonkeyPatch, sums: list[list[int]], layout: list[list[int]]
+    monkeypatch: pytest.MonkeyPatch,
+    sums: list[list[int]],
+    layout: list[list[int]],
+    is_finite_elsewhere: bool = True,
 ) -> str:
     """The sentence about two tensors a and b, "" where they are equal; sums: (ranks, 2), layout:
-    (replicas, shards)."""
+    (replicas, shards). is_finite_elsewhere: whether they are on the other ranks, too."""
     monkeypatch.setattr(
         replicas,
         "all_concatenate",
-        lambda of_rank, _: of_rank[None] if of_rank.dtype == torch.bool else torch.tensor(sums),
+        lambda of_rank, _: (
+            torch.stack((of_rank, of_rank & is_finite_elsewhere))
+            if of_rank.dtype == torch.bool
+            else torch.tensor(sums)
+        ),
     )
     axes = {"replicate": SimpleNamespace(size=lambda: len(layout))}
     members = {"mesh": torch.tensor(layout), "__getitem__": lambda _, axis: axes[axis]}
@@ -365,6 +372,15 @@ def test_where_no_majority_agrees_nobody_is_blamed(monkeypatch: pytest.MonkeyPat
     sums = [[1, 2], [1, 2], [4, 2], [4, 2]]
     sentence = unequal_replicas(monkeypatch, sums, EIGHT[:4])
     assert "of ranks 0, 1, 2, 3 are no longer equal, to begin with a" in sentence
+
+
+def test_weights_that_are_not_finite_on_another_rank_are_left_to_the_guard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which takes the run back to a checkpoint, where an error would end it."""
+    sums = [[1, 2], [1, 3]]
+    assert unequal_replicas(monkeypatch, sums, EIGHT[:2], is_finite_elsewhere=False) == ""
+    assert "ranks 0, 1 are no longer equal" in unequal_replicas(monkeypatch, sums, EIGHT[:2])
 
 
 def test_each_shard_is_compared_with_the_same_shard_of_other_replicas(

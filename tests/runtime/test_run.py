@@ -317,6 +317,40 @@ def test_a_resumed_run_of_a_version_without_saved_json_gets_one(
     }
 
 
+def test_rows_that_are_lost_are_told(tiny: Config, run: Callable[..., str]):
+    run(tiny)
+    faults.back_to(tiny, 3)
+    metrics = tiny.run_dir / "metrics.jsonl"
+    lines = metrics.read_bytes().splitlines(keepends=True)
+    metrics.write_bytes(lines[0])
+    assert f"{metrics} lacks the rows of 2 of the 3 steps that" in run(tiny)
+
+
+def test_no_rows_are_missed_of_a_branch(tiny: Config, run: Callable[..., str]):
+    trunk = changed(tiny, "optim.schedule=wsd optim.decay_share=0.5")
+    run(trunk)
+    branch = changed(
+        trunk, f"run=branch checkpoint.every=1 start_from={trunk.run_dir}/checkpoints/step_00000003"
+    )
+    run(branch)
+    faults.back_to(branch, 5)
+    assert "lacks the rows" not in run(branch)
+
+
+def test_a_run_at_its_end_without_any_row_is_refused(tiny: Config, run: Callable[..., str]):
+    """Its speed cannot be told: the summary ended in a traceback, at every start."""
+    run(tiny)
+    for name in "summary.json", "metrics.jsonl":
+        (tiny.run_dir / name).unlink()
+    newest = tiny.run_dir / "checkpoints/step_00000006"
+    sentence = run(tiny, code=2)
+    assert f"{tiny.run_dir}/metrics.jsonl has no row of a training step" in sentence
+    assert f"move {newest} away" in sentence
+    shutil.move(newest, tiny.run_dir.parent / "aside")
+    run(tiny)
+    assert summary(tiny)["tok_per_s_median"] > 0
+
+
 def test_damaged_data_ends_a_run_before_its_first_checkpoint(
     tiny: Config,
     data_dir: Path,

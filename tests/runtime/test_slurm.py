@@ -167,6 +167,7 @@ def submit_after_a_save(job: Job, task: str, **environment: str) -> Ended:
     "words, environment, sentence",
     [
         (["optim.lrr=1"], {"READ": "1"}, "there is no key 'optim.lrr'"),
+        (["--plan", "h100"], {"READ": "1"}, "--plan trains nothing"),
         ([], {"SLURM_SUBMIT_DIR": "/"}, "submit it from the repository's folder"),
     ],
 )
@@ -176,6 +177,22 @@ def test_a_mistake_is_told_before_any_task_is_started(
     ended = submit(job, words=words, **environment)
     assert ended.code == 2 and sentence in ended.output
     assert not ended.calls
+
+
+def test_words_are_read_as_train_py_reads_them(job: Job):
+    """In any order, with or without dashes: else the job script refuses what train.py takes."""
+    environment = {**job.environment, "READ": "1", "TASK": "exit 0"}
+    words = ["--optim.lr", "3e-4", str(job.file), "--seed=3"]
+    (job.stubs / "calls").write_text("")
+    done = subprocess.run(
+        ["bash", ROOT / "slurm.sh", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    assert "requeued" in done.stderr, done.stderr
+    assert (job.stubs / "calls").read_text().count(f"train.py {' '.join(words)}") == 2
 
 
 def test_warned_the_real_train_py_saves_and_is_requeued(job: Job):
