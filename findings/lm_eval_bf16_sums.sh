@@ -3,10 +3,9 @@
 #
 # lm-eval 0.4.13 with transformers 5.23.0 and torch 2.13.0, on a CPU. transformers leaves the logits of a BF16 model in
 # BF16. HFLM takes their log-softmax in that type unless softmax_dtype is given, picks the tokens and sums them as a
-# BF16 tensor. The sum, not only its terms, has 8 bits: between 256 and 512 nats it moves in steps of 2, between 2048
-# and 4096 in steps of 16. Perplexities of texts are off by up to 0.2 percent a text, which is what FP8 or a small change
-# costs, and answers of nearly equal likelihood tie, where the first wins. "float32" makes the sum exact, of the same
-# forward pass.
+# BF16 tensor. The sum, not only its terms, has 8 bits: between 256 and 512 nats it moves in steps of 2, between 2048 and
+# 4096 in steps of 16. A text's score is off by as much as FP8 costs, and answers of nearly equal likelihood tie: the
+# first wins. softmax_dtype=float32 sums the same logits in fp32.
 #
 # What is run: a random Llama in BF16 (2 layers, width 32, 64 words), texts of 20 to 500 words, and 200 questions of
 # four answers of 12 words.
