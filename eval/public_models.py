@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from eval.generation import OF_SAMPLING
 from lib.errors import UserError, memory_error
 
 
@@ -34,7 +35,7 @@ def public_lm(name: str, device: torch.device, dtype: str, micro_batch: int) -> 
 
         # lm-eval refuses a model's own code unless told otherwise. The softmax as ours: BF16 holds
         # a log-likelihood to 3 digits.
-        return PublicLM(
+        lm = PublicLM(
             pretrained=os.path.expanduser(name),
             device=str(device),
             dtype=dtype,
@@ -42,6 +43,8 @@ def public_lm(name: str, device: torch.device, dtype: str, micro_batch: int) -> 
             use_safetensors=True,
             softmax_dtype="float32",
         )
+        _decode_greedily(name, lm.model)
+        return lm
     except Exception as error:
         # foreign code and foreign files: whatever it raises, name the model
         if memory_error(error):
@@ -52,6 +55,32 @@ def public_lm(name: str, device: torch.device, dtype: str, micro_batch: int) -> 
             " install transformers accelerate` and safetensors, on the Hub or in a folder, without"
             " code of their own"
         ) from error
+
+
+# What generation_config.json may say of the tokens, and what has no effect where nothing is drawn.
+KEPT = {"bos_token_id", "eos_token_id", "pad_token_id"}
+WITHOUT_EFFECT = OF_SAMPLING | {"do_sample", "max_length", "max_new_tokens", "use_cache"}
+
+
+def _decode_greedily(name: str, model: Any) -> None:
+    """Keep of the model's generation_config.json its special tokens alone, and say on stderr what
+    else would have changed greedy answers: lm-eval leaves a repetition_penalty there in force."""
+    import transformers
+
+    config = model.generation_config
+    tokens = {key: getattr(config, key) for key in KEPT}
+    model.generation_config = transformers.GenerationConfig(**tokens)
+    dropped = [
+        f"{key}={value}"
+        for key, value in sorted(config.to_diff_dict().items())
+        if key not in KEPT | WITHOUT_EFFECT and not key.startswith(("_", "transformers_"))
+    ]
+    if dropped:
+        print(
+            f"hf:{name}: answers are greedy, without {', '.join(dropped)} of"
+            " generation_config.json",
+            file=sys.stderr,
+        )
 
 
 # Texts on which rules of splitting differ: runs of digits, of blanks and of line ends, a blank at

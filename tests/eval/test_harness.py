@@ -684,6 +684,39 @@ def test_a_public_model_is_scored_by_the_rules_of_its_tokenizer_json(digits_apar
     assert [lm.tok_encode(text) for text in public_models.PROBE_TEXTS] == expected
 
 
+@pytest.fixture(scope="module")
+def penalised(public: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The public model with a generation_config.json that asks for a repetition penalty."""
+    folder = shutil.copytree(public, tmp_path_factory.mktemp("penalised") / "model")
+    settings = {"eos_token_id": 1, "repetition_penalty": 5.0, "top_k": 20, "do_sample": True}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def test_a_public_models_answers_are_greedy_whatever_its_generation_config(
+    penalised: Path,
+) -> None:
+    lm = public_models.public_lm(str(penalised), "cpu", "float32", 1)
+    ids = lm.tokenizer("The cat sat", return_tensors="pt").input_ids
+    n_prompt = ids.shape[1]
+    for _ in range(40):
+        best = lm.model(ids).logits[:, -1:].argmax(-1)
+        if best.item() == lm.tokenizer.eos_token_id:
+            break
+        ids = torch.cat([ids, best], dim=1)
+    expected = lm.tokenizer.decode(ids[0, n_prompt:])
+    settings = {"until": [], "max_gen_toks": 40}
+    assert lm.generate_until([request("The cat sat", settings)], True) == [expected]
+
+
+def test_a_penalty_that_a_public_model_asks_for_is_named(
+    penalised: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    public_models.public_lm(str(penalised), "cpu", "float32", 1)
+    warning = "answers are greedy, without repetition_penalty=5.0 of generation_config.json"
+    assert warning in capsys.readouterr().err
+
+
 SPARE = "<|spare_7|>"
 
 
