@@ -799,7 +799,7 @@ def toy_arms(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     patch = pytest.MonkeyPatch()
     eager = ("parallel.compile=off",)
     patch.setattr(fourway, "ARMS", {"BF16 eager": ("bf16", eager), "FP8 eager": ("fp8", eager)})
-    patch.setitem(fourway.SUITES, "toy", fourway.Suite(("50m",), 32, 3, tuple(TOY)))
+    patch.setitem(fourway.SUITES, "toy", fourway.Suite({"toy": "gpt50m"}, 32, 3, tuple(TOY)))
     try:
         return folder, fourway.train_arms("toy", 300, folder)
     finally:
@@ -832,7 +832,7 @@ def test_a_training_that_is_there_is_not_repeated(
         steps=3,
         folder=folder,
         limit_s=1,
-        name="50m_bf16_eager",
+        name="toy_bf16_eager",
     )
     assert row.steps == 3
 
@@ -958,6 +958,32 @@ def test_arms_that_time_stopped_are_drawn_by_the_seconds_of_as_many_steps(tmp_pa
     panel = panel_of(drawn_arms(two_arms(), tmp_path, monkeypatch), "seconds of 8 steps")
     widths = [bar.get_width() for bar in panel.patches]
     assert widths == pytest.approx([80, 40, 6, 0])
+
+
+def test_the_hatched_end_of_the_longest_bar_is_drawn(tmp_path, monkeypatch):
+    """On a CPU compilation takes a hundred times as long as the steps behind it."""
+    arms = two_arms()
+    arms[0] = replace(arms[0], compile_s=6000.0)
+    panel = panel_of(drawn_arms(arms, tmp_path, monkeypatch), "seconds of 8 steps")
+    assert 6080 < panel.get_xlim()[1] < 7000
+
+
+def test_a_memory_panel_without_values_says_so(tmp_path, monkeypatch):
+    panel = panel_of(drawn_arms(two_arms(), tmp_path, monkeypatch), "memory")
+    assert [text.get_text() for text in panel.texts] == ["not measured"]
+
+
+def test_a_small_training_has_a_speed_in_tflops():
+    """A toy's steps are 0.01 TFLOP/s, an H200's several hundred."""
+    speeds = 0.0123, 412.34
+    arms = [replace(arm, tflops=tflops) for arm, tflops in zip(two_arms(), speeds, strict=True)]
+    table = fourway.arms_table(arms)
+    assert "| 0.0123  |" in table and "| 412     |" in table
+
+
+def test_the_toy_is_not_called_by_the_size_of_another_model():
+    assert fourway.arm_of(row_of_arm("toy", "BF16 eager", [1.0])) == ("toy", "BF16 eager")
+    assert list(fourway.SUITES["fourway-toy"].sizes) == ["toy"]
 
 
 def test_each_arm_of_the_comparison_has_a_line_of_its_own(tmp_path, monkeypatch):
