@@ -849,7 +849,7 @@ def test_a_training_that_was_stopped_keeps_its_speed_and_memory(toy_arms, tmp_pa
     folder, _ = toy_arms
     ended, *_ = trainings.read_trainings(folder)
 
-    def stopped(file: Path, words: list[str], memory_file: Path, limit_s: float):
+    def stopped(file: Path, words: list[str], memory_file: Path, cache: Path, limit_s: float):
         run = tmp_path / "runs" / ended.name
         run.mkdir(parents=True)
         for name in ("metrics.jsonl", "env.json"):
@@ -1016,6 +1016,36 @@ def test_trainings_share_the_seconds_that_there_are(monkeypatch, capsys):
     monkeypatch.setattr(trainings, "train_on_noise", train)
     asked(capsys, trainings.main, "configs/gpt50m_bf16.py", "configs/gpt50m_fp8.py", "seconds=60")
     assert limits == pytest.approx([30, 60], abs=1)
+
+
+def test_a_training_that_is_stopped_leaves_nothing_half_compiled(tmp_path, monkeypatch):
+    """The next one would load an empty library."""
+    environment = {}
+
+    class Training:
+        """Is compiling when its time is up."""
+
+        pid = 0
+
+        def __init__(self, _, env: dict[str, str], **__):
+            environment.update(env)
+            cache = Path(env["TORCHINDUCTOR_CACHE_DIR"])
+            (cache / "bz").mkdir(parents=True)
+            (cache / "bz/half.so").touch()
+
+        def communicate(self, timeout: float | None = None):
+            if timeout is None:
+                return "", None
+            raise subprocess.TimeoutExpired("train.py", timeout)
+
+    monkeypatch.setattr(trainings.subprocess, "Popen", Training)
+    monkeypatch.setattr(trainings.os, "killpg", lambda *_: None)
+    folder = tmp_path / "arms"
+    trainings.train_on_noise(
+        ROOT / "configs/gpt50m_bf16.py", [*TOY, *STEP], steps=3, folder=folder, limit_s=0.1
+    )
+    cache = Path(environment["TORCHINDUCTOR_CACHE_DIR"])
+    assert cache.is_absolute() and cache.is_relative_to(folder) and not cache.exists()
 
 
 def test_a_training_whose_time_is_up_says_so(tmp_path):
