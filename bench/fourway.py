@@ -35,16 +35,16 @@ ARMS = {  # name -> the config's file behind the size, and its settings
 
 @dataclass(frozen=True)
 class Suite:
-    sizes: tuple[str, ...]  # of configs/gpt<size>_<arm>.py
+    sizes: dict[str, str]  # name of a size -> <stem> of its configs/<stem>_<precision>.py
     context: int  # T, tokens; a step is one such sequence
     steps: int
     overrides: tuple[str, ...] = ()
 
 
 SUITES = {
-    "fourway": Suite(("350m", "1p5b"), 4096, STEPS),
+    "fourway": Suite({"350m": "gpt350m", "1p5b": "gpt1p5b"}, 4096, STEPS),
     "fourway-toy": Suite(
-        ("50m",),
+        {"toy": "gpt50m"},
         64,
         12,
         (
@@ -97,7 +97,7 @@ def _train(suite: Suite, size: str, arm: str, folder: Path, limit_s: float) -> T
         "data.micro_batch=1",
     ]
     return train_on_noise(
-        ROOT / f"configs/gpt{size}_{precision}.py",
+        ROOT / f"configs/{suite.sizes[size]}_{precision}.py",
         overrides,
         steps=suite.steps,
         folder=folder,
@@ -143,7 +143,7 @@ COLUMNS: dict[str, Callable[[TrainingRow], str]] = {
     "steps": lambda row: f"{row.steps:,}",
     "loss": lambda row: f"{row.losses[-1]:.3f}" if row.losses else "",
     "tokens/s": lambda row: number_text(row.tok_per_s, ",.0f"),
-    "TFLOP/s": lambda row: number_text(row.tflops, ".1f"),
+    "TFLOP/s": lambda row: number_text(row.tflops, ".3g"),
     "MFU": lambda row: number_text(row.mfu_bf16, ".1%"),
     "training": lambda row: duration(row.trained_s) if row.seconds else "",
     "without compilation": lambda row: _duration_text(row.compiled_s),
@@ -184,8 +184,7 @@ def draw_arms(rows: Sequence[TrainingRow], path: Path) -> None:
         thousands = [(row.tok_per_s or 0.0) / 1e3 for row in trained]
         _draw_bars(speed, trained, thousands, "thousand tokens/s")
         _draw_seconds(seconds, trained)
-        gib = [row.mem_gib or 0.0 for row in trained]
-        _draw_bars(memory, trained, gib, "memory of tensors [GiB]")
+        _draw_memory(memory, trained)
         write_atomically(path, render(figure, "png"))
 
 
@@ -216,6 +215,16 @@ def _draw_seconds(panel: Any, rows: Sequence[TrainingRow]) -> None:
     compile_s = [row.compile_s or 0.0 for row in rows]
     hatched = {"color": "white", "edgecolor": "k", "hatch": "///"}
     panel.barh(range(len(rows)), compile_s, left=compiled_s, **hatched)
+    longest_s = max(map(sum, zip(compiled_s, compile_s, strict=True)))
+    panel.set_xlim(right=1.05 * longest_s)
+
+
+def _draw_memory(panel: Any, rows: Sequence[TrainingRow]) -> None:
+    gib = [row.mem_gib or 0.0 for row in rows]
+    _draw_bars(panel, rows, gib, "memory of tensors [GiB]")
+    if all(row.mem_gib is None for row in rows):
+        middle = {"x": 0.5, "y": 0.5, "transform": panel.transAxes, "ha": "center"}
+        panel.text(s="not measured", **middle)
 
 
 def _draw_bars(

@@ -5,9 +5,9 @@
     python -m bench.trainings configs/gpt125m_fp8.py steps=60 set=data.micro_batch=32
 
 One training after the other, each a process, none of its settings but the data, the number of
-steps and what `set` says. A line a training goes to OUT/trainings.jsonl when it ends; one that
-has steps is not repeated. Checkpoints are removed at its end. The exit code is 1 where a training
-failed or had no time for a step."""
+steps and what `set` says, and each compiles anew, in a cache of its own. A line a training goes to
+OUT/trainings.jsonl when it ends; one that has steps is not repeated. Checkpoints are removed at its
+end. The exit code is 1 where a training failed or had no time for a step."""
 
 import json
 import os
@@ -170,7 +170,8 @@ def train_on_noise(
     start = time.monotonic()
     memory_file = folder / f"{config.run}.memory.jsonl"
     memory_file.unlink(missing_ok=True)  # of an earlier try
-    output, is_cut = _train(file, words, memory_file, limit_s)
+    cache = folder / "compiled" / config.run
+    output, is_cut = _train(file, words, memory_file, cache, limit_s)
     wall_s = time.monotonic() - start
     micro_batch = config.data.micro_batch
     row = TrainingRow(
@@ -194,15 +195,24 @@ def train_on_noise(
     append_line(folder / ROWS, to_line(asdict(row)))
     # nothing goes on from it, and those of five trainings at 1.5B would take 90 GB
     shutil.rmtree(config.run_dir / "checkpoints", ignore_errors=True)
+    # of a training that was stopped it may hold a library that is half written
+    shutil.rmtree(cache, ignore_errors=True)
     return row
 
 
-def _train(file: Path, words: list[str], memory_file: Path, limit_s: float) -> tuple[str, bool]:
-    """What train.py prints, and whether it was stopped because its time was up."""
+def _train(
+    file: Path, words: list[str], memory_file: Path, cache: Path, limit_s: float
+) -> tuple[str, bool]:
+    """What train.py prints, and whether it was stopped because its time was up; `cache`: the folder
+    of what it compiles, or what others have compiled before would shorten its first step."""
     folders = [os.environ.get("PYTHONPATH"), str(ROOT)]
     process = subprocess.Popen(
         [sys.executable, "-c", TRAIN, memory_file, file, *words],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, folders)),
+            "TORCHINDUCTOR_CACHE_DIR": str(cache.resolve()),
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -1,6 +1,7 @@
 """The frame of every command: words into a typed dataclass, help, exit codes, closed pipes."""
 
 import os
+import re
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -119,9 +120,18 @@ class Failure:
     exit_code: int  # 2 the user's mistake, 1 the machine's, 130 interrupted
 
 
+# How the loader of shared libraries calls an empty file. torch.compile's cache for a CPU keeps one
+# where a compilation was killed while the linker wrote (findings/inductor_keeps_empty_library.sh).
+EMPTY_LIBRARY = re.compile(r"(\S+\.so): file too short")
+
+
 def explain_known(error: BaseException) -> Failure | None:
     """What a command says of an error that is no bug of ours. None for all others, which keep their
     traceback, and for a closed pipe, on which run_command() ends quietly."""
+    library = EMPTY_LIBRARY.search(str(error))
+    if library is not None:
+        sentence = f"{library[1]} is empty, as a compilation leaves it that is killed: remove it"
+        return Failure(f"{sentence} and run the same command again", 1)
     if isinstance(error, UserError):
         return Failure(str(error), 2)
     if isinstance(error, MachineError):

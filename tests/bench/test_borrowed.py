@@ -799,7 +799,7 @@ def toy_arms(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     patch = pytest.MonkeyPatch()
     eager = ("parallel.compile=off",)
     patch.setattr(fourway, "ARMS", {"BF16 eager": ("bf16", eager), "FP8 eager": ("fp8", eager)})
-    patch.setitem(fourway.SUITES, "toy", fourway.Suite(("50m",), 32, 3, tuple(TOY)))
+    patch.setitem(fourway.SUITES, "toy", fourway.Suite({"toy": "gpt50m"}, 32, 3, tuple(TOY)))
     try:
         return folder, fourway.train_arms("toy", 300, folder)
     finally:
@@ -832,7 +832,7 @@ def test_a_training_that_is_there_is_not_repeated(
         steps=3,
         folder=folder,
         limit_s=1,
-        name="50m_bf16_eager",
+        name="toy_bf16_eager",
     )
     assert row.steps == 3
 
@@ -849,7 +849,7 @@ def test_a_training_that_was_stopped_keeps_its_speed_and_memory(toy_arms, tmp_pa
     folder, _ = toy_arms
     ended, *_ = trainings.read_trainings(folder)
 
-    def stopped(file: Path, words: list[str], memory_file: Path, limit_s: float):
+    def stopped(file: Path, words: list[str], memory_file: Path, cache: Path, limit_s: float):
         run = tmp_path / "runs" / ended.name
         run.mkdir(parents=True)
         for name in ("metrics.jsonl", "env.json"):
@@ -960,6 +960,32 @@ def test_arms_that_time_stopped_are_drawn_by_the_seconds_of_as_many_steps(tmp_pa
     assert widths == pytest.approx([80, 40, 6, 0])
 
 
+def test_the_hatched_end_of_the_longest_bar_is_drawn(tmp_path, monkeypatch):
+    """On a CPU compilation takes a hundred times as long as the steps behind it."""
+    arms = two_arms()
+    arms[0] = replace(arms[0], compile_s=6000.0)
+    panel = panel_of(drawn_arms(arms, tmp_path, monkeypatch), "seconds of 8 steps")
+    assert 6080 < panel.get_xlim()[1] < 7000
+
+
+def test_a_memory_panel_without_values_says_so(tmp_path, monkeypatch):
+    panel = panel_of(drawn_arms(two_arms(), tmp_path, monkeypatch), "memory")
+    assert [text.get_text() for text in panel.texts] == ["not measured"]
+
+
+def test_a_small_training_has_a_speed_in_tflops():
+    """A toy's steps are 0.01 TFLOP/s, an H200's several hundred."""
+    speeds = 0.0123, 412.34
+    arms = [replace(arm, tflops=tflops) for arm, tflops in zip(two_arms(), speeds, strict=True)]
+    table = fourway.arms_table(arms)
+    assert "| 0.0123  |" in table and "| 412     |" in table
+
+
+def test_the_toy_is_not_called_by_the_size_of_another_model():
+    assert fourway.arm_of(row_of_arm("toy", "BF16 eager", [1.0])) == ("toy", "BF16 eager")
+    assert list(fourway.SUITES["fourway-toy"].sizes) == ["toy"]
+
+
 def test_each_arm_of_the_comparison_has_a_line_of_its_own(tmp_path, monkeypatch):
     arms = [
         row_of_arm(size, arm, [1.0] * 3, tok_per_s=1.0, compile_s=0.0)
@@ -990,6 +1016,36 @@ def test_trainings_share_the_seconds_that_there_are(monkeypatch, capsys):
     monkeypatch.setattr(trainings, "train_on_noise", train)
     asked(capsys, trainings.main, "configs/gpt50m_bf16.py", "configs/gpt50m_fp8.py", "seconds=60")
     assert limits == pytest.approx([30, 60], abs=1)
+
+
+def test_a_training_that_is_stopped_leaves_nothing_half_compiled(tmp_path, monkeypatch):
+    """The next one would load an empty library."""
+    environment = {}
+
+    class Training:
+        """Is compiling when its time is up."""
+
+        pid = 0
+
+        def __init__(self, _, env: dict[str, str], **__):
+            environment.update(env)
+            cache = Path(env["TORCHINDUCTOR_CACHE_DIR"])
+            (cache / "bz").mkdir(parents=True)
+            (cache / "bz/half.so").touch()
+
+        def communicate(self, timeout: float | None = None):
+            if timeout is None:
+                return "", None
+            raise subprocess.TimeoutExpired("train.py", timeout)
+
+    monkeypatch.setattr(trainings.subprocess, "Popen", Training)
+    monkeypatch.setattr(trainings.os, "killpg", lambda *_: None)
+    folder = tmp_path / "arms"
+    trainings.train_on_noise(
+        ROOT / "configs/gpt50m_bf16.py", [*TOY, *STEP], steps=3, folder=folder, limit_s=0.1
+    )
+    cache = Path(environment["TORCHINDUCTOR_CACHE_DIR"])
+    assert cache.is_absolute() and cache.is_relative_to(folder) and not cache.exists()
 
 
 def test_a_training_whose_time_is_up_says_so(tmp_path):

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Literal, get_type_hints
 from unittest.mock import Mock
@@ -57,7 +58,13 @@ PATHS = {
     "scaling.sweep.Options": "study out",
 }
 # Options whose comments speak of files and folders, and that name none.
-NO_PATHS = {"borrowed.commit", "ledger.restore", "peers.commit", "throughput.commit"}
+NO_PATHS = {
+    "borrowed.commit",
+    "kernels.commit",
+    "ledger.restore",
+    "peers.commit",
+    "throughput.commit",
+}
 
 
 def options_class(name: str):
@@ -297,6 +304,20 @@ def test_a_failure_ends_a_command_with_its_code_and_sentence(
 ):
     assert frame_of().run(["word"], Mock(side_effect=error)) == code
     assert capsys.readouterr().err.startswith(sentence)
+
+
+def test_an_empty_library_of_the_compiler_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    """A killed compilation leaves one, and each later start fails on it."""
+    library = tmp_path / "cjx.main.so"
+    library.touch()
+    spec = spec_from_file_location("kernel", library)
+    with pytest.raises(ImportError) as loading:
+        module_from_spec(spec)
+    wrapped = RuntimeError(f"ImportError: {loading.value}\n\nSet TORCHDYNAMO_VERBOSE=1")
+    assert frame_of().run(["word"], Mock(side_effect=wrapped)) == 1
+    assert capsys.readouterr().err.startswith(f"me: {library} is empty, as a compilation leaves it")
 
 
 @pytest.mark.parametrize("error", [KeyError("a bug"), BrokenPipeError(), KeyboardInterrupt()])
