@@ -585,8 +585,8 @@ def points_to_average(
     """The last `count` checkpoints that steps_to_average() names, or fewer, up to `last_step`, each
     verified. Raises UserError where one is damaged."""
     paths = [path for path in checkpoints(Path(run_dir)) if step_of(path) <= last_step]
-    chosen = _paths_to_average(paths, every, count)
-    return [Restored(path, read_manifest(path)) for path in chosen]
+    last_paths = _paths_to_average(paths, every, count)
+    return [Restored(path, read_manifest(path)) for path in last_paths]
 
 
 def whole_points_to_average(

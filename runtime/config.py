@@ -400,10 +400,10 @@ def changed_keys(stored: dict[str, Any], asked: dict[str, Any]) -> list[str]:
     changes = []
     for key in asked | stored:
         default = DEFAULTS.get(key)
-        before = stored.get(key, default)
-        now = asked.get(key, default)
-        if before != now:
-            changes.append(f"{key} was {before}, now {now}")
+        stored_value = stored.get(key, default)
+        asked_value = asked.get(key, default)
+        if stored_value != asked_value:
+            changes.append(f"{key} was {stored_value}, now {asked_value}")
     return changes
 
 

@@ -257,9 +257,9 @@ def _refuse_other_settings(config: Config, size: int, group: dist.ProcessGroup) 
     """Raises UserError, on all ranks, where one was started with other settings than rank 0, as by
     another command or config file on its machine. Replicas would differ after the first update;
     shards would train on without a word."""
-    own = (socket.gethostname(), config.settings_of_job())
-    of_ranks = [own for _ in range(size)]
-    dist.all_gather_object(of_ranks, own, group=group)
+    own_settings = (socket.gethostname(), config.settings_of_job())
+    of_ranks = [own_settings for _ in range(size)]
+    dist.all_gather_object(of_ranks, own_settings, group=group)
     first_host, first_settings = of_ranks[0]
     for rank, (host, settings) in enumerate(of_ranks):
         changes = [

@@ -90,40 +90,40 @@ def machine_kind() -> Kind:
 def _is_told() -> bool:
     """Whether the environment keeps this process to AVX2. Raises UserError where it is another
     choice of instructions: no row could name the kind that comes of it."""
-    chosen = {name: os.environ[name] for name in AVX2_ALONE if name in os.environ}
-    if chosen and chosen != AVX2_ALONE:
-        words = " ".join(f"{name}={value}" for name, value in chosen.items())
+    settings = {name: os.environ[name] for name in AVX2_ALONE if name in os.environ}
+    if settings and settings != AVX2_ALONE:
+        words = " ".join(f"{name}={value}" for name, value in settings.items())
         all_words = " ".join(f"{name}={value}" for name, value in AVX2_ALONE.items())
         raise UserError(
             f"the environment has {words}: unset that, so that a row can name the instructions"
             f" that computed it, or set all of {all_words}"
         )
-    return bool(chosen)
+    return bool(settings)
 
 
 def kind_for(instructions: Instructions, partner: Kind | None) -> Kind:
     """As which this machine trains a run. `partner`: the kind to be like, of its pair's BF16 run,
     if there is one; "pair" follows it where this CPU can. Raises UserError as machine_kind(), and
     for "avx2" on a CPU that has none."""
-    here = machine_kind()
-    narrow = here.with_avx2_alone()
+    whole = machine_kind()
+    narrow = whole.with_avx2_alone()
     if instructions == "avx2":
         if not narrow.is_avx2_alone:
-            raise UserError(f"instructions=avx2: this CPU ({here}) has no AVX2; leave it out")
+            raise UserError(f"instructions=avx2: this CPU ({whole}) has no AVX2; leave it out")
         return narrow
     if instructions == "pair" and partner is not None and partner.is_like(narrow):
         return narrow
-    return here
+    return whole
 
 
 @contextlib.contextmanager
 def computing_as(kind: Kind) -> Iterator[None]:
     """Processes that are started within it compute as `kind` does, one of kind_for."""
-    before = dict(os.environ)
+    environment = dict(os.environ)
     if kind.is_avx2_alone:
         os.environ.update(AVX2_ALONE)
     try:
         yield
     finally:
         os.environ.clear()
-        os.environ.update(before)
+        os.environ.update(environment)

@@ -507,8 +507,8 @@ def status(rows: list[Row], entries: dict[str, Entry], home: Path) -> str:
         else:
             total_left += hours.left_h
         counts = [str(len(group)), str(hours.runs_done)]
-        left = "unknown" if math.isnan(hours.left_h) else f"{hours.left_h:.2f}"
-        lines.append([size, arm, *counts, f"{hours.done_h:.2f}", left])
+        hours_left = "unknown" if math.isnan(hours.left_h) else f"{hours.left_h:.2f}"
+        lines.append([size, arm, *counts, f"{hours.done_h:.2f}", hours_left])
     done_runs = sum(row.run in entries for row in rows)
     remain = f"{total_left:.1f} h remain"
     if n_unknown:

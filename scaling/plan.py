@@ -308,13 +308,13 @@ def read_gap(options: Options, sizes: Sequence[SizeOnGPU]) -> GapSource:
     if path is not None and path.is_file():
         smallest, largest = sizes[0].N / REACH, sizes[-1].N * REACH
         rows = [row for row in read_precision(path).sizes if row.recipe == options.recipe]
-        near = [row for row in rows if smallest <= row.params_total <= largest]
-        if near:
+        rows_in_reach = [row for row in rows if smallest <= row.params_total <= largest]
+        if rows_in_reach:
             # the gap over all sizes holds those out of reach too
-            pairs = [row.bf16.n for row in near]
-            gap = float(np.average([row.bf16.mean for row in near], weights=pairs))
+            pairs = [row.bf16.n for row in rows_in_reach]
+            gap = float(np.average([row.bf16.mean for row in rows_in_reach], weights=pairs))
             note = f"FP8's loss gap: {gap:+.3f} % for {options.recipe}, from {path}"
-            if len(near) < len(rows):
+            if len(rows_in_reach) < len(rows):
                 note += f" without sizes below {si(smallest)} or above {si(largest)} parameters"
             return GapSource(gap / 100, note)
     return GapSource(

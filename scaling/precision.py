@@ -261,8 +261,8 @@ def _why_not_compared(
                 " difference already; compare two of the others"
             )
     if len(different) == 1:
-        unknown = [name for name in different[0] if name not in recipes]
-        return f"compare={text}: no pair has {' or '.join(unknown)}; there are {listed(recipes)}"
+        absent = [name for name in different[0] if name not in recipes]
+        return f"compare={text}: no pair has {' or '.join(absent)}; there are {listed(recipes)}"
     return (
         f"compare={text} must be two different recipes with a colon between them, such as"
         f" mxfp8_e5m2:mxfp8; there are {listed(recipes)}"

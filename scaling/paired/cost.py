@@ -158,7 +158,7 @@ def own_surface(
     covariance = _natural_covariance(optimum.covariance, (2, 4), optimum.centres[1])
     values = [fit.parameters[key] for key in ("E", "A", "B", "alpha", "beta")]
     E, A, B, alpha, beta = [value for value in values if value is not None]
-    own = Surface(
+    surface = Surface(
         "own",
         source,
         E,
@@ -171,7 +171,7 @@ def own_surface(
         size_covariance=size_covariance,
         law_dof=optimum.dof,
     )
-    return own, None
+    return surface, None
 
 
 def _natural_covariance(covariance: np.ndarray, rows: tuple[int, int], centre: float) -> np.ndarray:

@@ -100,7 +100,7 @@ def rank(pairs: Sequence[Pair], evaluation: str) -> Ranking:
         else:
             left_out.append(LeftOut(recipe, reason("no_pair_at", cells=missing)))
     order = sorted(gaps, key=lambda recipe: (np.mean(gaps[recipe]), recipe))
-    told = told_from_first(gaps, order)
+    distinguished = told_from_first(gaps, order)
     recipes: list[Ranked] = []
     for recipe in order:
         speed = throughput([pairs_of_recipe[recipe][key] for key in compared])
@@ -108,7 +108,7 @@ def rank(pairs: Sequence[Pair], evaluation: str) -> Ranking:
         if recipes:
             difference = estimate(np.subtract(gaps[recipe], gaps[order[0]]))
         gap = estimate(gaps[recipe])
-        recipes.append(Ranked(recipe, gap, difference, recipe not in told, speed))
+        recipes.append(Ranked(recipe, gap, difference, recipe not in distinguished, speed))
     return Ranking(recipes, left_out, compared)
 
 
