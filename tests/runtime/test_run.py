@@ -351,6 +351,20 @@ def test_a_run_at_its_end_without_any_row_is_refused(tiny: Config, run: Callable
     assert summary(tiny)["tok_per_s_median"] > 0
 
 
+def test_a_run_without_any_row_or_another_checkpoint_is_to_begin_anew(
+    tiny: Config, run: Callable[..., str]
+):
+    """Without its only checkpoint the next start would be refused, too."""
+    one_checkpoint = changed(tiny, "checkpoint.every=none")
+    run(one_checkpoint)
+    for name in "summary.json", "metrics.jsonl":
+        (tiny.run_dir / name).unlink()
+    sentence = run(one_checkpoint, code=2)
+    assert sentence.rstrip().endswith(
+        "put the file back, or delete the folder to start the run anew"
+    )
+
+
 def test_damaged_data_ends_a_run_before_its_first_checkpoint(
     tiny: Config,
     data_dir: Path,
