@@ -412,6 +412,16 @@ def test_a_part_goes_on_with_its_files_unless_they_are_of_another_setup(
     assert lines[-1]["why"].startswith("exit code 3" if is_kept else "exit code 4")
 
 
+def test_a_folder_of_a_parts_name_that_another_made_is_not_removed(call, gpu, tmp_path):
+    """With out=. the part called tests would begin by removing the repository's tests/."""
+    alien = tmp_path / "borrowed/p/test_model.py"
+    alien.parent.mkdir(parents=True)
+    alien.touch()
+    with pytest.raises(FileNotFoundError, match=borrowed.LINES):  # nothing was run
+        call([part("p", "")], "seconds=60", code=2, rehearse=False)
+    assert alien.exists()
+
+
 def test_a_part_that_is_done_begins_anew_where_it_is_named(call):
     fresh = "import sys; from pathlib import Path; path = Path(sys.argv[1], 'there');"
     fresh += "path.exists() and sys.exit('it is there'); path.touch()"
