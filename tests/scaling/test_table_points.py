@@ -232,6 +232,12 @@ def test_a_row_that_repeats_another_is_no_further_run(tmp_path: Path):
     )
 
 
+def test_a_row_is_left_out_for_one_reason(tmp_path: Path):
+    without_loss = ROWS[1].replace("3.25", "nan")
+    selection = read_points(table(tmp_path, [*ROWS, *[without_loss] * 2]), "N", "loss", d="tokens")
+    assert selection.source.lines_left_out == LinesLeftOut([6], [], copies=[7])
+
+
 def test_the_other_cells_of_a_row_without_a_loss_are_not_looked_at(tmp_path: Path):
     assert len(read_points(table(tmp_path, [*ROWS, "e,,,,,"]), "N", "loss").points) == 4
 
