@@ -97,6 +97,8 @@ def test_counts_in_millions_or_billions_are_doubted(tmp_path: Path, row: str, do
     [
         ("val_bpb", 0.9, "seems to hold bits per byte"),
         ("bits per byte", 0.9, "seems to hold bits per byte"),
+        ("eval/bits-per-character", 1.5, "seems to hold bits per character"),
+        ("bits_per_token", 4.5, "seems to hold bits per token"),
         ("Perplexity", 9.5, "give their logarithms"),
         ("loss", 18.0, "perplexities, 18 in the middle"),
     ],
