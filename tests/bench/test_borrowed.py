@@ -970,6 +970,27 @@ def test_arms_that_time_stopped_are_drawn_by_the_seconds_of_as_many_steps(tmp_pa
     assert widths == pytest.approx([80, 40, 6, 0])
 
 
+@pytest.mark.parametrize(
+    "failures, is_trained",
+    [
+        ([None], True),
+        ([trainings.STOPPED], True),
+        (["nan"], False),
+        (["nan", None], True),
+        ([], False),
+    ],
+    ids=["whole", "stopped", "failed", "failed, then whole", "not begun"],
+)
+def test_the_comparison_is_done_where_each_arm_has_trained(tmp_path, failures, is_trained):
+    """The last arm ended so."""
+    suite = fourway.SUITES["fourway-toy"]
+    *others, last = [(size, arm) for size in suite.sizes for arm in fourway.ARMS]
+    arms = [row_of_arm(*names, seconds=[1.0]) for names in others]
+    arms += [row_of_arm(*last, seconds=[1.0], failure=failure) for failure in failures]
+    (tmp_path / trainings.ROWS).write_bytes(b"".join(to_line(asdict(arm)) for arm in arms))
+    assert fourway.all_trained("fourway-toy", tmp_path) is is_trained
+
+
 def test_each_arm_of_the_comparison_has_a_line_of_its_own(tmp_path, monkeypatch):
     arms = [
         row_of_arm(size, arm, [1.0] * 3, tok_per_s=1.0, compile_s=0.0)
