@@ -847,6 +847,25 @@ def test_a_training_that_is_there_is_not_repeated(
     assert row.steps == 3
 
 
+def test_a_training_that_failed_after_some_steps_begins_again(tmp_path, monkeypatch):
+    """Its row was taken for the training's, also where bench.borrowed ran the part again. What the
+    try has left would refuse the next one: a run that has saved and has no checkpoint."""
+    left = tmp_path / "runs/gpt50m_bf16/saved.json"
+    left.parent.mkdir(parents=True)
+    left.touch()
+    failed = replace(row_of_training(2, "out of memory"), name="gpt50m_bf16")
+    (tmp_path / trainings.ROWS).write_bytes(to_line(asdict(failed)))
+    tries = []
+    monkeypatch.setattr(
+        trainings, "_train", lambda *_: tries.append(left.exists()) or ("again", False)
+    )
+    row = trainings.train_on_noise(
+        ROOT / "configs/gpt50m_bf16.py", [*TOY, *STEP], steps=3, folder=tmp_path, limit_s=1
+    )
+    assert tries == [False] and row.failure == "again"
+    assert [row.failure for row in trainings.read_trainings(tmp_path)] == ["again"], "the last try"
+
+
 def test_the_checkpoints_of_a_training_are_removed(toy_arms):
     """Those of five trainings at 1.5B would take 90 GB."""
     folder, _ = toy_arms
