@@ -215,10 +215,13 @@ def refuse_to_start_over(config: Config) -> None:
     steps = _trained_steps(config.run_dir)
     if not damaged and not _has_had_a_checkpoint(config, steps):
         return
+    saved = read_saved(config.run_dir)
+    first_checkpoint = None if saved is None else saved.first_checkpoint
+    step = max([*steps, first_checkpoint or 0])  # the rows may be lost, too
     error = MachineError if damaged else UserError
     but_damaged = f" but damaged {', '.join(damaged)}" if damaged else ""
     raise error(
-        f"{config.run_dir} has come to step {max(steps, default=0)}, yet no checkpoint of it is"
+        f"{config.run_dir} has come to step {step}, yet no checkpoint of it is"
         f" left{but_damaged}: put its checkpoints/ back, or delete the folder to start the run anew"
     )
 
