@@ -49,6 +49,7 @@ LINES = "borrowed.jsonl"
 BARE = ROOT / "bench" / "bare"  # its sitecustomize.py hides what a bare machine lacks
 CELLS = "bench/results/h100.jsonl"  # where bench.throughput keeps the rows of a GPU
 PEER_CELLS = "bench/results/h100_peers.jsonl"  # and bench.peers
+SETUP = "setup.json"  # in the folder of a part: the GPU, torch and commit that its files are of
 KEPT_S = 15.0  # left at the end, to write and to go
 # of a part's time, in which Python and torch start and the part writes what it has: its own budget
 # is less by so much, or it would be killed before it has written
@@ -314,12 +315,13 @@ class Call:
     """One call of the command: its parts within its seconds."""
 
     def __init__(self, options: Options, folder: Path):
-        """Raises UserError where there is no GPU."""
+        """Raises UserError where there is no GPU, or `folder` holds what another has made."""
         if not options.rehearse and not torch.cuda.is_available():
             raise UserError(
                 "this needs a CUDA GPU, and torch sees none here: rehearse=true runs every part on"
                 " the CPU at tiny sizes"
             )
+        _refuse_foreign_folders(folder)
         self.options = options
         self.folder = folder
         self.end = time.monotonic() + options.seconds
@@ -484,7 +486,7 @@ class Call:
         of a part that is done: its lines are in LINES, and the part would take the rest for its
         own."""
         folder = self.folder / part.name
-        setup_file = folder / "setup.json"
+        setup_file = folder / SETUP
         setup = {key: self.head[key] for key in ("gpu", "torch", "commit")}
         is_same = read_rows(setup_file) == [setup]
         if folder.exists() and (self._is_done(part) or not is_same):
@@ -579,6 +581,18 @@ class Call:
     def _add(self, part: BorrowedPart, **values: Any) -> None:
         row = BorrowedRow(part=part.name, **self.head, **values)
         append_line(self.folder / LINES, to_line(asdict(row)))
+
+
+def _refuse_foreign_folders(out: Path) -> None:
+    """Raises UserError where a folder has the name of a part, which would remove it at its start,
+    and was made by another command or version."""
+    for part in PARTS:
+        folder = out / part.name
+        if folder.is_dir() and any(folder.iterdir()) and not (folder / SETUP).is_file():
+            raise UserError(
+                f"{folder} holds files that are not this command's, as there is no {SETUP}, and it"
+                " would remove them: give another out=, or move them away"
+            )
 
 
 def _last_line(log: Path) -> str:

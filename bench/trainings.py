@@ -6,8 +6,8 @@
 
 One training after the other, each a process, none of its settings but the data, the number of
 steps and what `set` says, and each compiles anew, in a cache of its own. A line a training goes to
-OUT/trainings.jsonl when it ends; one that has steps is not repeated. Checkpoints are removed at its
-end. The exit code is 1 where a training failed or had no time for a step."""
+OUT/trainings.jsonl when it ends; it is not repeated unless it failed or had no time for a step, for
+which the exit code is 1. Checkpoints are removed at its end."""
 
 import json
 import os
@@ -91,9 +91,10 @@ class TrainingRow:
 
 
 def read_trainings(folder: Path) -> list[TrainingRow]:
-    """The rows of a folder, [] where there are none. Raises UserError for one of another
+    """The row of each training of a folder, of its last try. Raises UserError for one of another
     version."""
-    return [training_from(values) for values in read_rows(folder / ROWS)]
+    rows = [training_from(values) for values in read_rows(folder / ROWS)]
+    return list({row.name: row for row in rows}.values())
 
 
 def training_from(values: Mapping[str, Any]) -> TrainingRow:
@@ -164,8 +165,10 @@ def train_on_noise(
     words += [] if name is None else [f"run={name}"]
     config = load_config(file, words)
     for row in read_trainings(folder):
-        if row.name == config.run and row.steps > 0:
+        if row.name == config.run and row.is_sound:
             return row
+    # what a try that failed has left would be gone on with, or refused
+    shutil.rmtree(config.run_dir, ignore_errors=True)
     write_noise(folder / "data", (steps + 2) * config.data.tokens_per_step)
     start = time.monotonic()
     memory_file = folder / f"{config.run}.memory.jsonl"

@@ -263,15 +263,15 @@ def _refuse_other_settings(config: Config, size: int, group: dist.ProcessGroup) 
     first_host, first_settings = of_ranks[0]
     for rank, (host, settings) in enumerate(of_ranks):
         changes = [
-            f"{key}={settings.get(key)} there, {key}={first_settings.get(key)} here"
+            f"{key}={settings.get(key)} on rank {rank}, {first_settings.get(key)} on rank 0"
             for key in first_settings | settings
             if settings.get(key) != first_settings.get(key)
         ]
         if changes:
             raise UserError(
                 f"rank {rank} (host {host}) was started with other settings than rank 0 (host"
-                f" {first_host}, here): {'; '.join(changes)}; give every machine the same command"
-                " and config files"
+                f" {first_host}): {'; '.join(changes)}; give every machine the same command and"
+                " config files"
             )
 
 

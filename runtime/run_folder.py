@@ -16,7 +16,7 @@ from typing import TextIO
 
 from lib.errors import MachineError, UserError
 from lib.files import read_rows
-from runtime.checkpoint import is_due, read_saved, run_on_rank0
+from runtime.checkpoint import checkpoints, is_due, read_saved, run_on_rank0
 from runtime.config import Config, changed_keys, read_config
 from runtime.data import shares
 from runtime.metrics_file import metrics_rows
@@ -215,10 +215,13 @@ def refuse_to_start_over(config: Config) -> None:
     steps = _trained_steps(config.run_dir)
     if not damaged and not _has_had_a_checkpoint(config, steps):
         return
+    saved = read_saved(config.run_dir)
+    first_checkpoint = None if saved is None else saved.first_checkpoint
+    step = max([*steps, first_checkpoint or 0])  # the rows may be lost, too
     error = MachineError if damaged else UserError
     but_damaged = f" but damaged {', '.join(damaged)}" if damaged else ""
     raise error(
-        f"{config.run_dir} has come to step {max(steps, default=0)}, yet no checkpoint of it is"
+        f"{config.run_dir} has come to step {step}, yet no checkpoint of it is"
         f" left{but_damaged}: put its checkpoints/ back, or delete the folder to start the run anew"
     )
 
@@ -228,11 +231,13 @@ def refuse_without_rows(config: Config, step: int) -> None:
     of a training step, of which summary.json takes the speed."""
     if step < config.total_steps or _trained_steps(config.run_dir):
         return
-    newest = config.run_dir / f"checkpoints/step_{step:08d}"
+    remedy = "delete the folder to start the run anew"
+    *earlier, newest = checkpoints(config.run_dir)
+    if earlier:
+        remedy = f"move {newest} away, so that the last steps are trained again"
     raise UserError(
         f"{config.run_dir}/metrics.jsonl has no row of a training step, of which summary.json takes"
-        f" the speed: put the file back, or move {newest} away, so that the last steps are trained"
-        " again"
+        f" the speed: put the file back, or {remedy}"
     )
 
 

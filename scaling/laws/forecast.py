@@ -19,7 +19,7 @@ from scaling.laws.intervals import with_bootstrap
 from scaling.laws.isoflop import frontier_of
 from scaling.laws.lack_of_fit import MISSES, lack_of_fit
 from scaling.laws.law import COLLAPSED, LEVELS, SPREAD, fit_law
-from scaling.laws.points import ONE_RAY, Points
+from scaling.laws.points import ONE_RAY, ONE_SIZE, Points
 from scaling.laws.refusals import (
     CannotFit,
     DoesNotFit,
@@ -307,7 +307,8 @@ def _rivals(points: Points, target: tuple[float, float, float], floor: float) ->
 def _grows_along_both(lowest: Points) -> bool:
     """Whether the lowest losses are of several sizes and of several numbers of tokens. Those of one
     size fall with tokens alone: over compute they say nothing of another size."""
-    return min(_levels(lowest.N), _levels(lowest.D)) > 1
+    spans = [np.ptp(np.log(x)) for x in (lowest.N, lowest.D)]
+    return bool(min(spans) >= ONE_SIZE)
 
 
 def _levels(x: np.ndarray) -> int:

@@ -300,11 +300,14 @@ def _t_of_law(surface: Surface) -> float:
 
 def _widened(value: float, end: float | None, half: float) -> float | None:
     """An interval's end by the gap alone, moved out by the law's error `half` in the logarithm,
-    which is independent of the gap's."""
+    which is independent of the gap's. None beyond BEYOND."""
     if end is None or not half:
         return end
     distance = math.log(end / value)
-    return value * math.exp(math.copysign(math.hypot(distance, half), distance))
+    widened = math.hypot(distance, half)
+    if widened >= BEYOND:
+        return None
+    return value * math.exp(math.copysign(widened, distance))
 
 
 def _mapped(law, gap: float | None) -> float | None:

@@ -412,6 +412,16 @@ def test_a_part_goes_on_with_its_files_unless_they_are_of_another_setup(
     assert lines[-1]["why"].startswith("exit code 3" if is_kept else "exit code 4")
 
 
+def test_a_folder_of_a_parts_name_that_another_made_is_not_removed(call, gpu, tmp_path):
+    """With out=. the part called tests would begin by removing the repository's tests/."""
+    alien = tmp_path / "borrowed/p/test_model.py"
+    alien.parent.mkdir(parents=True)
+    alien.touch()
+    with pytest.raises(FileNotFoundError, match=borrowed.LINES):  # nothing was run
+        call([part("p", "")], "seconds=60", code=2, rehearse=False)
+    assert alien.exists()
+
+
 def test_a_part_that_is_done_begins_anew_where_it_is_named(call):
     fresh = "import sys; from pathlib import Path; path = Path(sys.argv[1], 'there');"
     fresh += "path.exists() and sys.exit('it is there'); path.touch()"
@@ -837,6 +847,25 @@ def test_a_training_that_is_there_is_not_repeated(
     assert row.steps == 3
 
 
+def test_a_training_that_failed_after_some_steps_begins_again(tmp_path, monkeypatch):
+    """Its row was taken for the training's, also where bench.borrowed ran the part again. What the
+    try has left would refuse the next one: a run that has saved and has no checkpoint."""
+    left = tmp_path / "runs/gpt50m_bf16/saved.json"
+    left.parent.mkdir(parents=True)
+    left.touch()
+    failed = replace(row_of_training(2, "out of memory"), name="gpt50m_bf16")
+    (tmp_path / trainings.ROWS).write_bytes(to_line(asdict(failed)))
+    tries = []
+    monkeypatch.setattr(
+        trainings, "_train", lambda *_: tries.append(left.exists()) or ("again", False)
+    )
+    row = trainings.train_on_noise(
+        ROOT / "configs/gpt50m_bf16.py", [*TOY, *STEP], steps=3, folder=tmp_path, limit_s=1
+    )
+    assert tries == [False] and row.failure == "again"
+    assert [row.failure for row in trainings.read_trainings(tmp_path)] == ["again"], "the last try"
+
+
 def test_the_checkpoints_of_a_training_are_removed(toy_arms):
     """Those of five trainings at 1.5B would take 90 GB."""
     folder, _ = toy_arms
@@ -984,6 +1013,27 @@ def test_a_small_training_has_a_speed_in_tflops():
 def test_the_toy_is_not_called_by_the_size_of_another_model():
     assert fourway.arm_of(row_of_arm("toy", "BF16 eager", [1.0])) == ("toy", "BF16 eager")
     assert list(fourway.SUITES["fourway-toy"].sizes) == ["toy"]
+
+
+@pytest.mark.parametrize(
+    "failures, is_trained",
+    [
+        ([None], True),
+        ([trainings.STOPPED], True),
+        (["nan"], False),
+        (["nan", None], True),
+        ([], False),
+    ],
+    ids=["whole", "stopped", "failed", "failed, then whole", "not begun"],
+)
+def test_the_comparison_is_done_where_each_arm_has_trained(tmp_path, failures, is_trained):
+    """The last arm ended so."""
+    suite = fourway.SUITES["fourway-toy"]
+    *others, last = [(size, arm) for size in suite.sizes for arm in fourway.ARMS]
+    arms = [row_of_arm(*names, seconds=[1.0]) for names in others]
+    arms += [row_of_arm(*last, seconds=[1.0], failure=failure) for failure in failures]
+    (tmp_path / trainings.ROWS).write_bytes(b"".join(to_line(asdict(arm)) for arm in arms))
+    assert fourway.all_trained("fourway-toy", tmp_path) is is_trained
 
 
 def test_each_arm_of_the_comparison_has_a_line_of_its_own(tmp_path, monkeypatch):

@@ -41,6 +41,11 @@ def test_who_casts_and_why(
     assert (cast_by.is_ours, cast_by.why.startswith(why)) == (is_ours, True), cast_by
 
 
+def test_without_a_recipe_one_sentence_names_all_that_is_set() -> None:
+    (problem,) = FP8Config(kernels=True, all_gather=False, fast_backward=True).problems()
+    assert "fp8.recipe=off converts nothing, yet fp8.kernels, fp8.fast_backward is set" in problem
+
+
 def test_the_start_says_who_casts_and_why() -> None:
     config = FP8Config(recipe="tensorwise")
     cast_by = casting(config, "cuda", has_whole_weights=False)

@@ -401,3 +401,12 @@ def test_a_branch_goes_back_to_its_trunk_on_a_full_disk_too(
     assert saved_steps(tiny) == []
     saved = read_saved(tiny.run_dir)
     assert saved is not None and saved.first_checkpoint == (None if is_made_room else 7)
+
+
+def test_a_run_that_goes_back_to_a_checkpoint_of_its_own_has_had_one(tiny: Config):
+    """Else its next start would begin anew in silence where its checkpoints are lost."""
+    save(tiny, 7, 8)
+    saver_of(tiny).roll_back(7)
+    assert saved_steps(tiny) == [7]
+    saved = read_saved(tiny.run_dir)
+    assert saved is not None and saved.first_checkpoint == 7

@@ -18,7 +18,7 @@ from lib.bounds import above_zero, any_number, within
 from lib.command import command, read_options
 from lib.errors import UserError
 from lib.help import field_meanings
-from lib.values import union_members
+from lib.values import FilePath, union_members
 from runtime.config import (
     DEFAULTS,
     FIRST_KEYS,
@@ -29,6 +29,7 @@ from runtime.config import (
     Config,
     FP8Config,
     OptimConfig,
+    annotation,
     apply_overrides,
     changed_keys,
     config_from_dict,
@@ -733,6 +734,11 @@ def test_what_only_muon_has_is_no_change_of_its_own(tiny: Config):
 
 def test_ranks_agree_on_every_key_but_paths(tiny: Config):
     assert set(KEYS) - set(tiny.settings_of_job()) == PATHS_OF_MACHINE - {"start_from"}
+
+
+def test_each_machine_may_have_paths_of_its_own():
+    paths = {key for key in KEYS if annotation(key) in (FilePath, FilePath | None)}
+    assert paths - {"checkpoint.copy_to"} == PATHS_OF_MACHINE, "a URL, the same everywhere"
 
 
 def test_ranks_agree_on_the_step_to_start_from_wherever_it_lies(tiny: Config):

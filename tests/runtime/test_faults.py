@@ -293,7 +293,8 @@ def test_ranks_that_were_given_other_settings_are_refused(base, words: str):
     """Of shards another learning rate trained on without a word; of replicas a GPU was blamed."""
     config = replace(base, run="unequal")
     sentence = refused([2, 2], config, ranks=2, of_last_rank=[words])
-    assert "rank 1 " in sentence and words in sentence
+    # no "here": each machine prints it
+    assert "than rank 0 (host " in sentence and f"): {words} on rank 1, " in sentence
     assert not config.run_dir.exists()
 
 

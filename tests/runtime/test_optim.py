@@ -208,6 +208,12 @@ def test_every_kind_that_a_config_may_name_has_a_name_for_the_summary():
     assert set(optim.NAMES) == set(get_args(get_type_hints(OptimConfig)["kind"]))
 
 
+def test_a_kind_without_a_name_is_refused_before_the_first_step(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delitem(optim.NAMES, "muon")
+    with pytest.raises(NotImplementedError, match="optim.kind=muon has no entry in NAMES"):
+        optim.build_optimizer(GPT(MODEL), OptimConfig(lr=1e-3, kind="muon"))
+
+
 def test_a_kind_without_an_optimizer_is_not_trained_by_another():
     with pytest.raises(NotImplementedError, match="lion"):
         optim.build_optimizer(GPT(MODEL), OptimConfig(lr=1e-3, kind="lion"))

@@ -351,6 +351,32 @@ def test_a_run_at_its_end_without_any_row_is_refused(tiny: Config, run: Callable
     assert summary(tiny)["tok_per_s_median"] > 0
 
 
+def test_a_run_without_any_row_or_another_checkpoint_is_to_begin_anew(
+    tiny: Config, run: Callable[..., str]
+):
+    """Without its only checkpoint the next start would be refused, too."""
+    one_checkpoint = changed(tiny, "checkpoint.every=none")
+    run(one_checkpoint)
+    for name in "summary.json", "metrics.jsonl":
+        (tiny.run_dir / name).unlink()
+    sentence = run(one_checkpoint, code=2)
+    assert sentence.rstrip().endswith(
+        "put the file back, or delete the folder to start the run anew"
+    )
+
+
+def test_a_run_without_rows_or_checkpoints_has_come_to_its_first_checkpoint(
+    tiny: Config, run: Callable[..., str]
+):
+    """It was said to have come to step 0."""
+    run(tiny)
+    for name in "summary.json", "metrics.jsonl":
+        (tiny.run_dir / name).unlink()
+    shutil.rmtree(tiny.run_dir / "checkpoints")
+    first = json.loads((tiny.run_dir / "saved.json").read_text())["first_checkpoint"]
+    assert first > 0 and f"has come to step {first}, yet no checkpoint" in run(tiny, code=2)
+
+
 def test_damaged_data_ends_a_run_before_its_first_checkpoint(
     tiny: Config,
     data_dir: Path,

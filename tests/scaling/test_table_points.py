@@ -97,6 +97,8 @@ def test_counts_in_millions_or_billions_are_doubted(tmp_path: Path, row: str, do
     [
         ("val_bpb", 0.9, "seems to hold bits per byte"),
         ("bits per byte", 0.9, "seems to hold bits per byte"),
+        ("eval/bits-per-character", 1.5, "seems to hold bits per character"),
+        ("bits_per_token", 4.5, "seems to hold bits per token"),
         ("Perplexity", 9.5, "give their logarithms"),
         ("loss", 18.0, "perplexities, 18 in the middle"),
     ],
@@ -230,6 +232,12 @@ def test_a_row_that_repeats_another_is_no_further_run(tmp_path: Path):
         "repeat another in every cell and so are no further runs: lines 6, 7"
         in (selection.notes[-1])
     )
+
+
+def test_a_row_is_left_out_for_one_reason(tmp_path: Path):
+    without_loss = ROWS[1].replace("3.25", "nan")
+    selection = read_points(table(tmp_path, [*ROWS, *[without_loss] * 2]), "N", "loss", d="tokens")
+    assert selection.source.lines_left_out == LinesLeftOut([6], [], copies=[7])
 
 
 def test_the_other_cells_of_a_row_without_a_loss_are_not_looked_at(tmp_path: Path):

@@ -37,6 +37,8 @@ ALL = (5, 10, 20, 40)  # tokens per parameter
 TARGET = (1.54e9, 30.8e9, 6 * 1.54e9 * 30.8e9)
 # N and D of runs that all see 5 billion tokens
 ONE_BUDGET = np.geomspace(5e7, 8e8, 5), np.full(5, 5e9)
+# N and D of one size whose count varies by less than a per cent
+ONE_SIZE = np.tile([1e8, 1.006e8], 4), np.geomspace(1e9, 128e9, 8)
 # Constants that give the slopes -dL/d ln D at 20 tokens per parameter published for OLMo's ladder
 # (.179 at 125M to .121 at 1.5B) and its compute exponent of about .1: a truth whose exponent lies
 # outside GAMMAS' middle.
@@ -129,8 +131,9 @@ def test_forms_over_compute_see_the_points_of_the_targets_ratio_alone():
         # from them missed the law by up to 30 %
         (points_of(EPOCH, (8, 16, 32, 64, 128, 256), sizes=SMALL[:1]), "0 of 6 points"),
         (points_at(*ONE_BUDGET, EPOCH.loss(*ONE_BUDGET)), "0 of 5 points"),
+        (points_at(*ONE_SIZE, EPOCH.loss(*ONE_SIZE)), "1 of 8 points"),
     ],
-    ids=["two sizes", "another ratio", "one size", "one number of tokens"],
+    ids=["two sizes", "another ratio", "one size", "one number of tokens", "one size, but for 1 %"],
 )
 def test_where_no_law_reaches_that_is_told(points: Points, reason: str):
     with pytest.raises(CannotFit) as error:

@@ -177,6 +177,13 @@ class TestErrorOfTheLaw:
         of_law = student.ppf(0.975, 7) * getattr(self.law, f"error_of_{what}")(0.03, place)
         assert both == pytest.approx(np.sign(alone) * np.hypot(alone, of_law))
 
+    def test_beyond_all_numbers_gives_an_interval_no_end(self) -> None:
+        """Where hardly any number of tokens makes up the gap. It ended in an OverflowError."""
+        most = EPOCH.B * D**-EPOCH.beta
+        gaps = estimate(np.array([0.99998, 0.99999, 0.999985]) * most)
+        cost = cost_of_gap(self.law, N, D, gaps, Throughput(None, None, None))
+        assert cost.extra_tokens is not None and cost.extra_tokens_ci95 == [None, None]
+
 
 NATS = estimate([0.004, 0.006, 0.005])
 
