@@ -109,20 +109,24 @@ def round_by_bits(x: torch.Tensor, operand: Operand, *dims: int) -> list[torch.T
         _Layout(operand, dim % 2, constants, _blocks(result, height))
         for dim, result in zip(dims, results, strict=True)
     ]
+    within_rows = [layout for layout in layouts if layout.is_scaled_within_rows]
     mask = constants.exponent_mask
     for i, block in enumerate(blocks):
         magnitude = block.abs()
-        power_bits = torch.bitwise_and(magnitude.view(bits.ints), mask)
         for layout in layouts:
             layout.amaxes.append(layout.amax(magnitude))
-            if layout.is_scaled_within_rows:
-                layout.round(i, block, power_bits, layout.amaxes[i])
+        if not within_rows:
+            continue
+        power_bits = magnitude.view(bits.ints).bitwise_and_(mask)
+        for layout in within_rows:
+            is_last = layout is within_rows[-1]
+            layout.round(i, block, power_bits, layout.amaxes[i], overwrites=is_last)
     for layout in layouts:
         if not layout.is_scaled_within_rows:
             layout.amaxes = [torch.stack(layout.amaxes).amax(0)]
             for i, block in enumerate(blocks):
                 power_bits = torch.bitwise_and(block.view(bits.ints), mask)
-                layout.round(i, block, power_bits, layout.amaxes[0])
+                layout.round(i, block, power_bits, layout.amaxes[0], overwrites=True)
     if not all(are_ordinary(layout.all_amaxes(), operand, bits) for layout in layouts):
         return None
     return results
@@ -175,12 +179,21 @@ class _Layout:
         """Of all blocks, as bits."""
         return torch.cat(self.amaxes) if len(self.amaxes) > 1 else self.amaxes[0]
 
-    def round(self, i: int, x: torch.Tensor, power_bits: torch.Tensor, amax: torch.Tensor) -> None:
-        """Round block i, x, to nearest, ties to even; power_bits: of the powers of two at or below
-        its magnitudes. Nothing saturates, by the scale."""
+    def round(
+        self,
+        i: int,
+        x: torch.Tensor,
+        power_bits: torch.Tensor,
+        amax: torch.Tensor,
+        overwrites: bool,
+    ) -> None:
+        """Round block i, x, to nearest, ties to even. power_bits: of the powers of two at or below
+        its magnitudes; `overwrites` them where nobody reads them again, since that memory is in a
+        cache. Nothing saturates, by the scale."""
         least = least_normal(self.operand, self.constants, amax)
-        tiles = torch.maximum(self.tiles(power_bits)[0], least)
-        power = tiles.view(x.dtype).view(x.shape)
+        tiles, _ = self.tiles(power_bits)
+        powers = torch.maximum(tiles, least, out=tiles if overwrites else None)
+        power = powers.view(x.dtype).view(x.shape)
         torch.add(x, power, alpha=self.constants.steps, out=self.results[i])
         self.results[i].sub_(power, alpha=self.constants.steps)
 
