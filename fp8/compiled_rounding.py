@@ -63,7 +63,7 @@ def round_in_loops(
     are_single = tuple(size == 1 for size in tiles.shape)  # Dynamo takes 1 for a constant
     loops = _loops(operand, shared, are_single, x.dtype, dtype)
     amaxes = [amax.view(bits.ints) for amax in loops.largest_magnitudes(tiles, shared)]
-    if not all(are_ordinary(amax, bits) for amax in amaxes):
+    if not all(are_ordinary(amax, operand, bits) for amax in amaxes):
         return None
     constants = CONSTANTS[operand.format, x.dtype]
     least_normals = []

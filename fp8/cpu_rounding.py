@@ -27,6 +27,10 @@ BIAS = 127  # added to the exponents of BF16 and fp32
 # clamps none of them, no step is subnormal and no sum overflows; outside are NaN, infinity and what
 # no training has.
 LEAST, GREATEST = math.ceil(math.log2(EPS)), 64
+# LEAST of "block" scaling, which does not use scale_for(): E5M2's step there is 2^-126. Training
+# needs it: a context's first query has one key, so its gradient is a rounding error, 2^-44 to 2^-40
+# in a step of 4,096 tokens.
+LEAST_OF_BLOCK = -95
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,7 @@ def can_round(x: torch.Tensor, operand: Operand) -> bool:
 
 def round_by_bits(x: torch.Tensor, operand: Operand, *dims: int) -> list[torch.Tensor] | None:
     """fake_quantise(x, operand, dim) in x's dtype for each of `dims`, of x (M, N) for which
-    can_round(). None where a scale's largest magnitude is not between 2^LEAST and 2^GREATEST."""
+    can_round(). None unless the largest magnitudes are_ordinary()."""
     bits = BITS[x.dtype]
     rows_of_tile = operand.tile[1]
     height = max(1, BLOCK // x.shape[1] // rows_of_tile) * rows_of_tile
@@ -105,21 +109,25 @@ def round_by_bits(x: torch.Tensor, operand: Operand, *dims: int) -> list[torch.T
         _Layout(operand, dim % 2, constants, _blocks(result, height))
         for dim, result in zip(dims, results, strict=True)
     ]
+    within_rows = [layout for layout in layouts if layout.is_scaled_within_rows]
     mask = constants.exponent_mask
     for i, block in enumerate(blocks):
         magnitude = block.abs()
-        power_bits = torch.bitwise_and(magnitude.view(bits.ints), mask)
         for layout in layouts:
             layout.amaxes.append(layout.amax(magnitude))
-            if layout.is_scaled_within_rows:
-                layout.round(i, block, power_bits, layout.amaxes[i])
+        if not within_rows:
+            continue
+        power_bits = magnitude.view(bits.ints).bitwise_and_(mask)
+        for layout in within_rows:
+            is_last = layout is within_rows[-1]
+            layout.round(i, block, power_bits, layout.amaxes[i], overwrites=is_last)
     for layout in layouts:
         if not layout.is_scaled_within_rows:
             layout.amaxes = [torch.stack(layout.amaxes).amax(0)]
             for i, block in enumerate(blocks):
                 power_bits = torch.bitwise_and(block.view(bits.ints), mask)
-                layout.round(i, block, power_bits, layout.amaxes[0])
-    if not all(are_ordinary(layout.all_amaxes(), bits) for layout in layouts):
+                layout.round(i, block, power_bits, layout.amaxes[0], overwrites=True)
+    if not all(are_ordinary(layout.all_amaxes(), operand, bits) for layout in layouts):
         return None
     return results
 
@@ -171,23 +179,33 @@ class _Layout:
         """Of all blocks, as bits."""
         return torch.cat(self.amaxes) if len(self.amaxes) > 1 else self.amaxes[0]
 
-    def round(self, i: int, x: torch.Tensor, power_bits: torch.Tensor, amax: torch.Tensor) -> None:
-        """Round block i, x, to nearest, ties to even; power_bits: of the powers of two at or below
-        its magnitudes. Nothing saturates, by the scale."""
+    def round(
+        self,
+        i: int,
+        x: torch.Tensor,
+        power_bits: torch.Tensor,
+        amax: torch.Tensor,
+        overwrites: bool,
+    ) -> None:
+        """Round block i, x, to nearest, ties to even. power_bits: of the powers of two at or below
+        its magnitudes; `overwrites` them where nobody reads them again, since that memory is in a
+        cache. Nothing saturates, by the scale."""
         least = least_normal(self.operand, self.constants, amax)
-        tiles = torch.maximum(self.tiles(power_bits)[0], least)
-        power = tiles.view(x.dtype).view(x.shape)
+        tiles, _ = self.tiles(power_bits)
+        powers = torch.maximum(tiles, least, out=tiles if overwrites else None)
+        power = powers.view(x.dtype).view(x.shape)
         torch.add(x, power, alpha=self.constants.steps, out=self.results[i])
         self.results[i].sub_(power, alpha=self.constants.steps)
 
 
-def are_ordinary(amax: torch.Tensor, bits: Bits) -> bool:
-    """Whether all largest magnitudes (any shape), as bits, are 0 or from 2^LEAST to 2^GREATEST; no
-    NaN is, of either sign."""
+def are_ordinary(amax: torch.Tensor, operand: Operand, bits: Bits) -> bool:
+    """Whether all largest magnitudes (any shape), as bits, are 0 or from 2^LEAST, of blocks
+    2^LEAST_OF_BLOCK, to 2^GREATEST; no NaN is, of either sign."""
+    bound = bits.power(LEAST_OF_BLOCK if operand.scaling == "block" else LEAST)
     least, greatest = map(int, amax.aminmax())
     if least == 0:
-        least = int(amax.masked_fill(amax == 0, bits.power(LEAST)).amin())
-    return bits.power(LEAST) <= least and greatest < bits.power(GREATEST)
+        least = int(amax.masked_fill(amax == 0, bound).amin())
+    return bound <= least and greatest < bits.power(GREATEST)
 
 
 def least_normal(operand: Operand, constants: Constants, amax: torch.Tensor) -> torch.Tensor:

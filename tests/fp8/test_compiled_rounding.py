@@ -11,12 +11,18 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
 from fp8 import compiled_rounding
-from fp8.compiled_rounding import Loops, rounded_in_graph
+from fp8.compiled_rounding import Loops, round_in_loops, rounded_in_graph
 from fp8.linears import EmulatedLinear
 from fp8.recipes import E4M3, E5M2, RECIPES, Format, Operand
 from fp8.rounding import fake_quantise
 from model import Linear
-from tests.helpers.rounding import ROUNDED_BY_BITS, assert_same_bits, matrices
+from tests.helpers.rounding import (
+    BLOCK_OPERANDS,
+    ROUNDED_BY_BITS,
+    assert_same_bits,
+    matrices,
+    with_tiny_rows,
+)
 
 DTYPES = [torch.bfloat16, torch.float32]
 
@@ -68,6 +74,22 @@ def test_compiled_loops_have_the_bits_of_fake_quantise(
         assert_computes_fake_quantise(x, RECIPES[name].input, result_dtype)
 
 
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("operand", BLOCK_OPERANDS.values(), ids=BLOCK_OPERANDS)
+def test_blocks_of_tiny_values_have_the_bits_of_fake_quantise(
+    operand: Operand, dtype: torch.dtype
+) -> None:
+    x = with_tiny_rows(dtype)
+    assert round_in_loops(x, operand, [-1, 0], dtype) is not None
+    assert_computes_fake_quantise(x, operand, dtype)
+
+
+def test_compiled_loops_round_blocks_of_tiny_values() -> None:
+    x = with_tiny_rows(torch.bfloat16)
+    assert_computes_fake_quantise(x, RECIPES["mxfp8"].input, torch.bfloat16)
+
+
 @pytest.mark.parametrize("format, kept_bits", [(E4M3, 3), (E5M2, 2)])
 def test_every_mantissa_is_rounded_to_nearest_ties_to_even(format: Format, kept_bits: int) -> None:
     """Held against fp64, which has a step's multiples and rounds a quotient to nearest even."""
@@ -82,7 +104,7 @@ def test_every_mantissa_is_rounded_to_nearest_ties_to_even(format: Format, kept_
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("operand", ROUNDED_BY_BITS.values(), ids=ROUNDED_BY_BITS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, 2.0**70, 2.0**-50])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 2.0**70, 2.0**-50, 2.0**-120])
 def test_values_that_no_training_has_are_those_of_fake_quantise(
     operand: Operand, dtype: torch.dtype, value: float
 ) -> None:

@@ -9,7 +9,13 @@ from fp8.linears import EmulatedLinear
 from fp8.recipes import RECIPES, Operand
 from fp8.rounding import fake_quantise
 from model import Linear
-from tests.helpers.rounding import ROUNDED_BY_BITS, assert_same_bits, matrices
+from tests.helpers.rounding import (
+    BLOCK_OPERANDS,
+    ROUNDED_BY_BITS,
+    assert_same_bits,
+    matrices,
+    with_tiny_rows,
+)
 
 ROUNDED = [name for name, recipe in RECIPES.items() if recipe.input in ROUNDED_BY_BITS.values()]
 
@@ -58,15 +64,36 @@ def test_blocks_too_small_for_a_normal_scale_are_left_to_fake_quantise() -> None
     [
         (2.0**64, False),
         (2.0**64 - 2.0**56, True),  # BF16's next below
-        (2.0**-39, True),
-        (2.0**-39 - 2.0**-47, False),
     ],
 )
-def test_largest_magnitudes_from_2_to_the_minus_39_to_below_2_to_the_64_are_rounded(
+def test_largest_magnitudes_below_2_to_the_64_are_rounded(
     operand: Operand, value: float, is_rounded: bool
 ) -> None:
     x = torch.full((32, 32), value, dtype=torch.bfloat16)
     assert (round_by_bits(x, operand, -1, 0) is not None) == is_rounded
+
+
+@pytest.mark.parametrize("operand", ROUNDED_BY_BITS.values(), ids=ROUNDED_BY_BITS)
+def test_largest_magnitudes_are_rounded_down_to_the_bound_of_their_scaling(
+    operand: Operand,
+) -> None:
+    bound = 2.0**-95 if operand.scaling == "block" else 2.0**-39
+    x = torch.full((32, 32), bound, dtype=torch.bfloat16)
+    assert round_by_bits(x, operand, -1, 0) is not None
+    just_below = x * (1 - 2.0**-8)
+    assert round_by_bits(just_below, operand, -1, 0) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("operand", BLOCK_OPERANDS.values(), ids=BLOCK_OPERANDS)
+def test_blocks_of_tiny_values_have_the_bits_of_fake_quantise(
+    operand: Operand, dtype: torch.dtype
+) -> None:
+    x = with_tiny_rows(dtype)
+    layouts = round_by_bits(x, operand, -1, 0)
+    assert layouts is not None
+    for dim, computed in zip((-1, 0), layouts, strict=True):
+        assert_same_bits(computed, fake_quantise(x, operand, dim, dtype=dtype))
 
 
 def test_zeros_do_not_hide_a_block_too_small_for_a_normal_scale() -> None:

@@ -13,6 +13,9 @@ ROUNDED_BY_BITS = {
     for operand in recipe.operands
     if can_round(torch.zeros(32, 32), operand)
 }
+BLOCK_OPERANDS = {
+    name: operand for name, operand in ROUNDED_BY_BITS.items() if operand.scaling == "block"
+}
 
 
 def matrices(dtype: torch.dtype) -> Iterator[torch.Tensor]:
@@ -33,6 +36,15 @@ def matrices(dtype: torch.dtype) -> Iterator[torch.Tensor]:
         edge[::2, 3] = 1.75
         edge[1::2, 3] = 1.75 * (1 + step)
         yield (edge * scale).to(dtype)
+
+
+def with_tiny_rows(dtype: torch.dtype) -> torch.Tensor:
+    """(96, 64), whose rows have largest magnitudes from 1 down to 2^-95; gradients of a context's
+    first query are that small."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(96, 64, generator=generator).clamp(-1, 1)
+    x[:, ::32] = 1.0
+    return (x * 2.0 ** -torch.arange(96.0)[:, None]).to(dtype)
 
 
 def assert_same_bits(computed: torch.Tensor, expected: torch.Tensor) -> None:
