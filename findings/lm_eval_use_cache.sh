@@ -10,8 +10,8 @@
 # the command line calls: each alone, then one after the other with use_cache="answers".
 #
 # Output seen (numbers depend on the random weights):
-#   alone            first: acc 0.335   second: acc 0.225
-#   with use_cache   first: acc 0.335   second: acc 0.335
+#   alone            first: acc 0.245   second: acc 0.290
+#   with use_cache   first: acc 0.245   second: acc 0.245
 #   the results with use_cache name {'pretrained': 'second', 'dtype': 'float32'}
 #
 # Remedy: a file of its own for each model, revision and dtype.
