@@ -10,13 +10,15 @@ lm_eval.simple_evaluate(model="nanofp8", model_args={"run": "out/RUN"}). One pro
 those of eval.harness, which is shorter to type, shares the work among GPUs, compares pairs and
 knows the demo tasks. mmlu has five examples there and as many here as --num_fewshot says.
 
-model_args: run, and step, fp8, dtype and micro_batch as eval.harness has them."""
+model_args: run, and step, fp8, dtype and micro_batch as eval.harness has them. A database of
+--use_cache belongs to the model that filled it: another run, step, fp8 or dtype is refused."""
 
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from eval.inference import Recipe, load_for_inference
 from eval.lm import CheckpointLM
@@ -24,9 +26,15 @@ from lib.command import Frame, read_options, run_command
 from lib.errors import UserError
 from lib.help import field_lines, help_page
 from lib.values import FilePath
+from runtime.checkpoint import name_of
 from runtime.parallel import World, read_launch
 
+if TYPE_CHECKING:
+    from lm_eval.api.model import CacheHook
+    from sqlitedict import SqliteDict
+
 NAME = "nanofp8"
+NOTE_KEY = "nanofp8"  # in a database of --use_cache; lm-eval's own keys are hashes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +46,24 @@ class ModelArguments:
     # as trained (an FP8 run: plain BF16 matmuls), or float32
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     micro_batch: int = 16  # sequences of a full context per forward pass; more if they are shorter
+
+
+@dataclass(frozen=True)
+class AnswersOf:
+    """Whose answers a database of --use_cache holds: a row of it."""
+
+    checkpoint: str  # SHA-256 of its manifest, which lists the hash of each file
+    fp8: str
+    dtype: str
+    run: str  # for people: a run's folder may move
+    step: int
+
+    def __str__(self) -> str:
+        return f"run={self.run} step={self.step} fp8={self.fp8} dtype={self.dtype}"
+
+    def are_those_of(self, other: "AnswersOf") -> bool:
+        """Whether the model is the same; its folder may have moved."""
+        return (self.checkpoint, self.fp8, self.dtype) == (other.checkpoint, other.fp8, other.dtype)
 
 
 class NanoFP8LM(CheckpointLM):
@@ -65,11 +91,41 @@ class NanoFP8LM(CheckpointLM):
                 f"--model {NAME} is one process, and {size} were started: eval.harness shares the"
                 " work among several"
             )
-        model, tokenizer, torch_device, _, _ = load_for_inference(
+        model, tokenizer, torch_device, _, step = load_for_inference(
             options.run, device or "auto", options.dtype, options.fp8, options.step
         )
         world = World(0, 0, 1, torch_device)
         super().__init__(model, tokenizer, options.micro_batch, torch_device, world)
+        path = Path(options.run, "checkpoints", name_of(step))
+        manifest_hash = (path / "DONE").read_text()
+        self.answers = AnswersOf(manifest_hash, options.fp8, options.dtype, options.run, step)
+
+    def set_cache_hook(self, cache_hook: "CacheHook") -> None:
+        """lm-eval's call, before any question, that hands over the database of --use_cache. Raises
+        UserError where it holds another model's answers."""
+        super().set_cache_hook(cache_hook)
+        if cache_hook.dbdict is not None:
+            claim_database(cache_hook.dbdict, self.answers)
+
+
+def claim_database(database: "SqliteDict", answers: AnswersOf) -> None:
+    """Note in an empty database of lm-eval whose answers it is going to hold.
+
+    lm-eval looks an answer up by its question alone, so without the note every model would be
+    given the answers of the first. Raises UserError where the database holds those of another."""
+    note = database.get(NOTE_KEY)
+    n_answers = len(database) - (note is not None)
+    if n_answers == 0:
+        database[NOTE_KEY] = asdict(answers)
+        return
+    remedy = "give another --use_cache, or delete the file"
+    if note is None:
+        raise UserError(
+            f"{database.filename} holds answers without a note of their model: {remedy}"
+        )
+    owner = AnswersOf(**note)
+    if not answers.are_those_of(owner):
+        raise UserError(f"{database.filename} holds answers of {owner}, not of {answers}: {remedy}")
 
 
 def register() -> None:

@@ -1,16 +1,19 @@
 """eval/lm_eval_cli.py: lm-eval's own command line scores a run as eval.harness does."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import CachingLM
 from lm_eval.api.registry import get_model
 
 from eval import harness, lm_eval_cli
 from fp8.linears import EmulatedLinear
-from tests.conftest import process
+from tests.conftest import TINY, process
 from tests.eval.test_harness import make_task
-from tests.helpers.eval_runs import build_run, call
+from tests.helpers.eval_runs import build, build_lm, build_run, call, write_run
 
 run = pytest.fixture(build_run)
 SUMS = [
@@ -18,6 +21,7 @@ SUMS = [
     for a in range(4)
     for b in range(4)
 ]
+QUESTION = [Instance("loglikelihood", {}, ("1 + 2 =", " 3"), 0)]
 
 
 def test_scores_are_those_of_the_harness(run: Path, tmp_path: Path) -> None:
@@ -88,3 +92,52 @@ def test_a_batch_size_of_lm_eval_is_not_silently_dropped(run: Path) -> None:
         lm_eval_cli.UserError, match="--batch_size 8 is not used: give micro_batch="
     ):
         lm_eval_cli.NanoFP8LM(batch_size=8, run=str(run))
+
+
+def cached(database: Path, **model_args: object) -> CachingLM:
+    """A model with a database of answers, as lm-eval makes it for --use_cache."""
+    lm = lm_eval_cli.NanoFP8LM(**{"device": "cpu", "dtype": "float32"} | model_args)
+    return CachingLM(lm, str(database))
+
+
+def test_a_database_gives_a_run_its_own_answers_back(run: Path, tmp_path: Path) -> None:
+    database = tmp_path / "answers.db"
+    first = cached(database, run=run).loglikelihood(QUESTION)
+    again = cached(database, run=run.rename(tmp_path / "moved"))
+    again.lm.loglikelihood = None  # must not be called
+    assert again.loglikelihood(QUESTION) == first
+
+
+@pytest.mark.parametrize(
+    "changes", [{"run": "out/other"}, {"step": 2}, {"fp8": "rowwise"}, {"dtype": "float32"}]
+)
+def test_a_database_of_another_model_is_refused(changes: dict, run: Path, tmp_path: Path) -> None:
+    write_run(tmp_path / "out/other", step=1, seed=2, **asdict(TINY))
+    write_run(run, step=2, seed=3, mixture={"prose": 0.5, "code": 0.5}, **asdict(TINY))
+    database = tmp_path / "answers.db"
+    own = {"run": run, "step": 1, "dtype": "bfloat16"}
+    cached(database, **own).loglikelihood(QUESTION)
+
+    owner = f"run={run} step=1 fp8=off dtype=bfloat16"
+    with pytest.raises(lm_eval_cli.UserError, match=f"{database} holds answers of {owner}, not of"):
+        cached(database, **own | changes)
+
+
+def test_a_database_of_unknown_models_is_refused(run: Path, tmp_path: Path) -> None:
+    database = tmp_path / "answers.db"
+    plain = build_lm(build())  # as --model hf would fill it
+    CachingLM(plain, str(database)).loglikelihood(QUESTION)
+    with pytest.raises(lm_eval_cli.UserError, match="holds answers without a note of their model"):
+        cached(database, run=run)
+
+
+def test_another_database_is_refused_by_the_command(run: Path, tmp_path: Path) -> None:
+    folder = make_task(tmp_path / "tasks", SUMS)
+    words = ["--model", "nanofp8", "--device", "cpu", "--tasks", "sums", "--include_path", folder]
+    words += ["--use_cache", tmp_path / "answers", "--model_args"]
+    database = tmp_path / "answers_rank0.db"
+    cached(database, run=run).loglikelihood(QUESTION)
+    done = process("-m", "eval.lm_eval_cli", *words, f"run={run}", HF_HUB_OFFLINE="1")
+    assert done.returncode == 2
+    last_line = done.stderr.splitlines()[-1]
+    assert f"{database} holds answers of run={run} step=1 fp8=off dtype=float32" in last_line
