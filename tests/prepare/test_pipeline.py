@@ -920,7 +920,8 @@ def test_other_files_are_refused_where_a_piece_was_made(
     begun: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert local(begun[0], out=tmp_path / "data") == 2
-    assert "is of dataset=" in capsys.readouterr().err
+    expected = "data/mine is of 2 files, the command names 1 (1 missing: b.jsonl): give the"
+    assert expected in capsys.readouterr().err
 
 
 def test_other_files_are_taken_where_no_piece_was_made(begun: list[Path], tmp_path: Path) -> None:
@@ -996,6 +997,20 @@ def test_a_finished_folder_is_not_overwritten_with_other_options(
     assert local(finished_file, out=tmp_path, **{key: value}) == 2
     assert sentence in capsys.readouterr().err
     assert content(tmp_path) == before
+
+
+def test_a_finished_folder_names_the_files_that_are_new(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a hundred files: their names alone would be a page."""
+    files = [write(tmp_path / f"{i:03}.jsonl", some_documents(9, i)) for i in range(100)]
+    assert local(*files[:99], out=tmp_path, processes=1) == 0
+    capsys.readouterr()
+    assert local(*files, out=tmp_path) == 2
+    error = capsys.readouterr().err
+    assert "is of 99 files, the command names 100 (1 new: 099.jsonl): give the same" in error
+    assert "the new ones as a source of their own by another name=" in error
+    assert len(error) < 400
 
 
 def test_a_finished_folder_is_not_overwritten_with_other_text(
