@@ -39,7 +39,7 @@ from prepare.job import HASH_STEPS, Job
 from prepare.layout import Layout, Rules, earlier_hashes, lay_out
 from prepare.pieces import Piece, make_piece, named_reason, read_pieces
 from prepare.resume import forget_outdated, identity_of, refuse_other_content, refuse_small
-from prepare.show import show
+from prepare.show import count_copies, show
 from prepare.sources import InputFile, Source
 from prepare.writing import write_shards
 from runtime.shards import Index, read_index, write_index
@@ -287,15 +287,18 @@ class Work:
         dropped = layout.dropped()
         odd_rows = sum(piece.odd_rows for piece in pieces)
         left_out = (
-            f"copies {sum(dropped['duplicates'].values())}, empty {dropped['empty']},"
+            f"{count_copies(dropped['duplicates'])}, empty {dropped['empty']},"
             f" contaminated {dropped['contaminated']}, odd rows {odd_rows}, files"
             f" {len(failed)}"
         )
         if failed:
             left_out += f" ({'; '.join(map(named_reason, failed))})"
+        advice = split_advice(pieces, layout, self.job.val_per_10k)
+        if set(dropped["duplicates"]) - {self.name}:
+            advice += ", or give another out=, which keeps copies of other sources"
         raise UserError(
             f"{self.name} has no documents for {' and '.join(empty)}; left out are "
-            f"{left_out}: {split_advice(pieces, layout, self.job.val_per_10k)}"
+            f"{left_out}: {advice}"
         )
 
     def _write(self, pieces: list[Piece], layout: Layout, failed: list[Piece]) -> None:

@@ -137,11 +137,17 @@ def _targets(index: Index) -> Iterator[str]:
 
 
 def _dropped(index: Index) -> str:
-    copies = f"copies {sum(index.duplicates.values()):,}"
-    sources = ", ".join(f"{source} {count:,}" for source, count in index.duplicates.items())
-    if sources:
-        copies += f" (first met in {sources})"
-    return f"dropped: {copies}, empty {index.empty:,}, contaminated {index.contaminated:,}"
+    return (
+        f"dropped: {count_copies(index.duplicates)}, empty {index.empty:,},"
+        f" contaminated {index.contaminated:,}"
+    )
+
+
+def count_copies(duplicates: dict[str, int]) -> str:
+    """duplicates: as Index has them."""
+    copies = f"copies {sum(duplicates.values()):,}"
+    sources = ", ".join(f"{source} {count:,}" for source, count in duplicates.items())
+    return f"{copies} (first met in {sources})" if sources else copies
 
 
 def _small_validation(index: Index) -> Iterator[str]:

@@ -377,7 +377,9 @@ def test_a_source_of_copies_alone_is_refused(
     own_sources: Path, copies_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert local(copies_file, out=own_sources, name="four") == 2
-    assert "left out are copies 9" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "left out are copies 9 (first met in one 9)" in error
+    assert "give more documents, or give another out=, which keeps copies of other sources" in error
 
 
 def test_ids_of_another_tokenizer_are_no_copies(own_sources: Path, copies_file: Path) -> None:
