@@ -1550,6 +1550,12 @@ PAIR_LINES = b'{"prompt": "a", "response": "b"}\n' * 40
     "name, data, expected",
     [
         ("a.csv", b"x", "must end in .txt, .jsonl, .parquet"),
+        ("a.csv", b"x", "pandas.read_csv('a.csv', dtype=str, keep_default_na=False)"),
+        ("a.tsv", b"x", "keep_default_na=False, sep='\\t').to_parquet('a.parquet')"),
+        ("a.md", b"x", "give plain text a name in .txt"),
+        ("A.TXT", b"x", "give plain text a name in .txt"),
+        ("a.jsonl.bz2", b"x", "unpack it first"),
+        ("train.bin", b"x", "docs/coming_from.md#token-files"),
         ("a.jsonl", b'{"body": "x"}', "only body: set column= to one of them"),
         ("a.jsonl", b'{"text": 3}', "'text' holds int, not text"),
         ("a.txt", b"\xff\xfea\x00", "is UTF-16: save it as UTF-8"),
