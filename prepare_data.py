@@ -65,7 +65,7 @@ from prepare.local import local_source
 from prepare.pieces import begun
 from prepare.pipeline import prepare
 from prepare.show import show, verify
-from prepare.sources import PAIR, Source
+from prepare.sources import MESSAGES, PAIR, Source
 from runtime.shards import read_index
 
 COMMON = {"out", "tokenizer", "val_share", "processes", "control_tokens"}
@@ -101,6 +101,17 @@ class Options(Job):
             value = getattr(self, key)
             if value is not None and not low <= value <= high:
                 raise UserError(f"{key}={value} must be a number from {low} to {high}")
+        if self.instruct and self.column != "text":
+            raise UserError(
+                f"column={self.column} is for plain text, and instruct=true reads prompt and"
+                " response, or messages: leave out one of the two"
+            )
+        if (self.column,) == MESSAGES:
+            raise UserError(
+                "column=messages holds conversations: prepare them by `local FILE..."
+                " instruct=true`, data sets of the Hub once their files are here; give a column"
+                " of plain text another name"
+            )
         is_slurm = self.on == "slurm"
         if is_slurm != (self.partition is not None) or (self.dry_run and not is_slurm):
             raise UserError(

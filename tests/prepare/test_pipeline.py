@@ -1519,6 +1519,15 @@ def test_tiktokens_own_encoding_is_gpt2s() -> None:
         (["local", "../a.jsonl", "name=mine", "out=../a.jsonl"], "a.jsonl/mine: Not a directory"),
         (["fineweb_edu", "pyhton"], "there is no source 'pyhton'; did you mean 'python'"),
         (["local", "../a.jsonl", "name=mine", "on=slurm"], "needs partition="),
+        (
+            ["local", "../a.jsonl", "name=mine", "instruct=true", "column=body"],
+            "column=body is for plain text, and instruct=true reads prompt and response",
+        ),
+        (
+            ["local", "../a.jsonl", "name=mine", "column=messages"],
+            "column=messages holds conversations: prepare them by `local FILE... instruct=true`",
+        ),
+        (["hf:a/b", "column=messages"], "column=messages holds conversations"),
         (["hf:nobody", "tokens=1e6"], "must look like hf:OWNER/NAME"),
         (["fineweb_edu", "arxiv", "name=mine"], "name=mine can name one source, not 2"),
     ],
