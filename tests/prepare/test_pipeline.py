@@ -1582,6 +1582,11 @@ PAIR_LINES = b'{"prompt": "a", "response": "b"}\n' * 40
             PAIR_LINES + b'{"prompt": ["a"], "response": "b"}',
             ":41: column 'prompt' holds list, not text",
         ),
+        (
+            "chat.jsonl",
+            b'[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]\n' * 2,
+            'write a conversation as {"messages": [...]}',
+        ),
         ("chat.jsonl", PAIR_LINES + b"no json", ":41 is no line of JSON"),
     ],
 )
