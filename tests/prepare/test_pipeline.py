@@ -1515,8 +1515,13 @@ def test_tiktokens_own_encoding_is_gpt2s() -> None:
         (["demo", "tokenizer=gpt3"], "there is no tokenizer 'gpt3'; there are: gpt2, byte"),
         (["demo", "val_share=0.9"], "val_share=0.9 must be"),
         (["tokens=31e9"], "tokens=31e9 does not say what to prepare: name a source"),
+        (["../a.jsonl"], "a file is prepared by `python prepare_data.py local ../a.jsonl name="),
+        (["roneneldan/TinyStories"], "a data set of the Hub is written hf:roneneldan/TinyStories"),
         (["dmo"], "there is no command 'dmo'; did you mean 'demo'"),
-        (["local", "../a.jsonl", "name=mine", "out=../a.jsonl"], "a.jsonl/mine: Not a directory"),
+        (
+            ["local", "../a.jsonl", "name=mine", "out=../a.jsonl"],
+            "a.jsonl/mine: Not a directory: give an out=",
+        ),
         (["fineweb_edu", "pyhton"], "there is no source 'pyhton'; did you mean 'python'"),
         (["local", "../a.jsonl", "name=mine", "on=slurm"], "needs partition="),
         (
