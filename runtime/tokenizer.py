@@ -317,6 +317,11 @@ def _read_folder(name: str, control_tokens: str) -> _Folder:
     and ends each document."""
     path = Path(name)
     file, config = path / FOLDER_FILES[0], path / FOLDER_FILES[1]
+    if path.is_file():
+        raise UserError(
+            f"tokenizer={name!r} is a file: name the folder that holds tokenizer.json and"
+            f" tokenizer_config.json, such as {path.parent}"
+        )
     if not file.is_file():
         raise UserError(
             f"there is no tokenizer {name!r}; there are: {', '.join(VOCAB_SIZE)}, a folder,"

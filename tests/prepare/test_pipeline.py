@@ -1513,6 +1513,7 @@ def test_tiktokens_own_encoding_is_gpt2s() -> None:
         (["local", "../a.jsonl", "name=../up"], "name='../up' must be one folder name"),
         (["local", "x.txt", "nmae=mine"], "there is no key 'nmae'; did you mean 'name'"),
         (["demo", "tokenizer=gpt3"], "there is no tokenizer 'gpt3'; there are: gpt2, byte"),
+        (["demo", "tokenizer=../a.jsonl"], "tokenizer='../a.jsonl' is a file: name the folder"),
         (["demo", "val_share=0.9"], "val_share=0.9 must be"),
         (["tokens=31e9"], "tokens=31e9 does not say what to prepare: name a source"),
         (["../a.jsonl"], "a file is prepared by `python prepare_data.py local ../a.jsonl name="),
