@@ -1502,6 +1502,15 @@ def test_tiktokens_own_encoding_is_gpt2s() -> None:
     assert encode(text).tolist() == load_tokenizer("gpt2").encode(text).tolist()
 
 
+@pytest.mark.parametrize("option", ["mb=0", "repeats=0", "processes=2,0"])
+def test_the_benchmark_refuses_a_number_below_one(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, option: str
+) -> None:
+    assert asked(capsys, benchmark.main, f"folder={tmp_path}", option, code=2).endswith(
+        "=0 must be 1 or more\n"
+    )
+
+
 # --------------------------------------------------------------------------------------- bad input
 
 
