@@ -76,14 +76,20 @@ def verify(folders: list[Path]) -> None:
 
 def _sources(folder: Path) -> list[Path]:
     """The folders of the sources there, finished or not."""
-    finished = {path.parent for path in folder.rglob("index.json")}
-    unfinished = {path.parents[1] for path in folder.rglob("parts/begun.json")}
+    finished = {path.parent for path in _files_below(folder, "index.json")}
+    unfinished = {path.parents[1] for path in _files_below(folder, "parts/begun.json")}
     if not finished | unfinished:
         raise UserError(
             f"there is no prepared source in {folder}: `python prepare_data.py` says how to"
             " make one"
         )
     return sorted(finished | unfinished)
+
+
+def _files_below(folder: Path, name: str) -> set[Path]:
+    """rglob() enters no links, and a source may be a link to another disk: data/SOURCE, or
+    data/demo/SOURCE."""
+    return {*folder.rglob(name), *folder.glob(f"*/{name}"), *folder.glob(f"*/*/{name}")}
 
 
 def _story(index: Index) -> Iterator[str]:

@@ -305,6 +305,21 @@ def test_verify_reports_whole_shards(
     assert capsys.readouterr().out.count("OK  ") == 1
 
 
+@pytest.mark.parametrize("folder", [".", "demo"])
+def test_verify_hashes_a_source_that_is_a_link(
+    small_shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], folder: str
+) -> None:
+    """A source on another disk, beside one that is none."""
+    data = tmp_path / "data"
+    shutil.copytree(small_shards / "cut/mine", data / "here")
+    (data / folder).mkdir(exist_ok=True)
+    (data / folder / "linked").symlink_to(small_shards / "cut/mine")
+    assert main(["--verify", str(data)]) == 0
+    out = capsys.readouterr().out
+    assert f"OK  {data / folder / 'linked'}" in out
+    assert out.count("OK  ") == 2
+
+
 def test_verify_names_a_damaged_shard(
     small_shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
