@@ -17,6 +17,7 @@ from prepare.encoding import Encoder, borders_of, cached_tokenizer
 from prepare.job import HASH_STEPS
 from prepare.records import ENCODING_REMEDY
 from prepare.sources import BadFile, InputFile, Reading, SourceRow
+from runtime.shards import PARTS
 
 TELL_S = 1.0  # between two words of a task about its progress
 # A row per document of a piece: blake2b-64 of the text, tokens (end-of-text included), UTF-8 bytes,
@@ -120,7 +121,7 @@ def read_pieces(parts: Path) -> list[Piece]:
 def begun(folder: Path) -> dict:
     """What was begun in a source's folder: what its tokens depend on, and the number of input
     `files`; {} where nothing was."""
-    return json.loads(read_bytes(folder / "parts" / "begun.json") or "{}")
+    return json.loads(read_bytes(folder / PARTS / "begun.json") or "{}")
 
 
 def make_piece(

@@ -42,7 +42,7 @@ from prepare.resume import forget_outdated, identity_of, refuse_other_content, r
 from prepare.show import count_copies, show
 from prepare.sources import InputFile, Source
 from prepare.writing import write_shards
-from runtime.shards import Index, read_index, write_index
+from runtime.shards import PARTS, Index, read_index, write_index
 from runtime.tokenizer import Tokenizer
 
 TOKENS_A_BYTE = 0.4  # a guess where nobody says how many tokens a file has
@@ -123,7 +123,7 @@ class Work:
         self.tokenizer = tokenizer
         self.grams = grams
         self.folder = Path(job.out) / self.name
-        self.parts = self.folder / "parts"
+        self.parts = self.folder / PARTS
         self.files: list[InputFile] = []
         self.identity = identity_of(source, job, tokenizer, gram_files)
         # Tokens of pieces to begin with, those of validation among them.

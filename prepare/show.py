@@ -10,7 +10,7 @@ from lib.errors import UserError
 from lib.text import grid
 from prepare.pieces import Piece, read_pieces
 from prepare.text_reader import TXT_CHARS
-from runtime.shards import Index, damage, read_index
+from runtime.shards import PARTS, Index, damage, read_index
 
 FEW_DOCUMENTS = 5  # a validation loss of fewer is that of single texts
 
@@ -28,7 +28,7 @@ def show(folder: Path) -> None:
                 rows += _split_rows(name, index)
                 lines = list(_story(index))
             else:
-                lines = _unfinished(read_pieces(path / "parts"))
+                lines = _unfinished(read_pieces(path / PARTS))
         except UserError as error:
             lines = [f"damaged: {error}"]
         notes += [f"{name}: {line}" for line in lines]
@@ -77,7 +77,7 @@ def verify(folders: list[Path]) -> None:
 def _sources(folder: Path) -> list[Path]:
     """The folders of the sources there, finished or not."""
     finished = {path.parent for path in _files_below(folder, "index.json")}
-    unfinished = {path.parents[1] for path in _files_below(folder, "parts/begun.json")}
+    unfinished = {path.parents[1] for path in _files_below(folder, f"{PARTS}/begun.json")}
     if not finished | unfinished:
         raise UserError(
             f"there is no prepared source in {folder}: `python prepare_data.py` says how to"

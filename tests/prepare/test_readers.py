@@ -828,6 +828,16 @@ def test_a_source_that_is_not_there_is_not_advised_to_be_a_command(tmp_path: Pat
     assert "set data.mixture= and data.dir= to what there is" in str(caught.value)
 
 
+def test_a_source_that_is_being_prepared_is_not_finished(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """As where training is started too early; the sentence for absent sources is another line."""
+    assert said(capsys, 2, write(tmp_path / "a.jsonl", ["one text"]), out=tmp_path)
+    lines = shards.missing_source([tmp_path / "mine", tmp_path / "nowhere"]).splitlines()
+    assert lines[0].startswith(f"{tmp_path}/mine is not finished: wait for the `python prepare")
+    assert lines[1].startswith(f"there is no {tmp_path}/nowhere/index.json")
+
+
 def test_a_file_that_may_not_be_read_is_not_to_be_fetched_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
