@@ -502,6 +502,14 @@ def test_a_source_ends_with_the_document_that_fills_its_budget(
     assert ids_in(budgeted.out[budget] / "mine") == ids_of(DOCUMENTS, budget=budget)
 
 
+def test_no_document_follows_one_that_fills_the_budget_to_the_token(
+    budgeted: Budgeted, tmp_path: Path
+) -> None:
+    budget = len(ids_of(DOCUMENTS, budget=2000)["train"])
+    assert local(*budgeted.files, out=tmp_path, tokens=budget) == 0
+    assert len(ids_in(tmp_path / "mine")["train"]) == budget
+
+
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_the_index_tells_of_the_budget(budgeted: Budgeted, budget: int) -> None:
     index = shards.read_index(budgeted.out[budget] / "mine")
