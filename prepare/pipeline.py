@@ -19,7 +19,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -68,10 +68,15 @@ def prepare(sources: Iterable[Source], job: Job) -> None:
             locks.close()  # the jobs take them
             _submit(works, job)
             return
-        for work in works:
-            work.tokenise()
-            while not work.assemble():  # the pieces fell short, copies dropped
+        try:
+            for work in works:
                 work.tokenise()
+                while not work.assemble():  # the pieces fell short, copies dropped
+                    work.tokenise()
+        except UserError:
+            for work in works:
+                work.leave_nothing_empty()
+            raise
 
 
 def _submit(works: list["Work"], job: Job) -> None:
@@ -146,6 +151,15 @@ class Work:
         for file, piece in zip(self.files, read_pieces(self.parts), strict=True):
             forget_outdated(self.parts, file, piece, self.job.skip_bad)
         return True
+
+    def leave_nothing_empty(self) -> None:
+        """Remove the folder of a command that read no file to its end, such as one with a wrong
+        column: nothing in it would be gone on with."""
+        if any(piece.end for piece in read_pieces(self.parts)):
+            return
+        shutil.rmtree(self.parts, ignore_errors=True)
+        with suppress(OSError):  # it is finished, or holds files of others
+            self.folder.rmdir()
 
     def _close_finished(self, index: Index) -> None:
         refuse_small(self.folder, index, self.source.budget)

@@ -1584,6 +1584,21 @@ def test_a_wrong_command_line_is_a_sentence_and_writes_nothing(
     assert list((tmp_path / "here").iterdir()) == []
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_column_that_is_not_there_leaves_no_folder(tmp_path: Path, processes: int) -> None:
+    files = [write(tmp_path / f"{i}.jsonl", DOCUMENTS) for i in range(2)]
+    out = tmp_path / "out"
+    assert local(*files, out=out, column="body", processes=processes) == 2
+    assert list(out.iterdir()) == []
+
+
+def test_a_column_that_is_not_there_leaves_what_was_read(tmp_path: Path) -> None:
+    files = [write(tmp_path / "a.jsonl", DOCUMENTS), tmp_path / "b.jsonl"]
+    files[1].write_text('{"body": "x"}')
+    assert local(*files, out=tmp_path / "out") == 2
+    assert pieces.read_piece(tmp_path / "out/mine/parts/00000").end == "whole"
+
+
 @pytest.mark.parametrize("arguments", [["--help"], []])
 def test_help_is_printed(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     assert main(arguments) == 0
