@@ -52,6 +52,7 @@ class Piece:
     reader: int = 1  # READER of the code that wrote it
     inner_borders: int = 0  # lines of a .txt that hold an end-of-text token within other text
     replaced: int = 0  # characters, U+FFFD in place of bytes that are not UTF-8
+    unknown: int = 0  # tokens that stand for text that the tokenizer cannot spell
     joined_lists: int = 0  # texts that were lists of strings
     odd_rows: int = 0  # left out by skip_bad=true
     first_odd_row: str = ""  # where it is and why
@@ -183,6 +184,7 @@ def _write_documents(
                 continue
             for part in document.ids:
                 ids.write(part.data)
+                piece.unknown += encoder.count_unknown(part)
             tokens = sum(map(len, document.ids))
             table.write(np.array((document.hash, tokens, document.bytes), DOCUMENT).tobytes())
             is_continuation = row.is_continued and has_begun

@@ -371,13 +371,15 @@ def _leading_pieces(pieces: list[Piece]) -> list[Piece]:
 def _remarks(pieces: list[Piece]) -> dict:
     """Index's fields that say what was replaced, joined and left out in the input files, where
     there is something to say."""
-    borders, replaced, joined_lists, odd_rows = {}, {}, {}, []
+    borders, replaced, unknown, joined_lists, odd_rows = {}, {}, {}, {}, []
     for piece in pieces:
         file = piece.input_name
         if piece.inner_borders:
             borders[file] = piece.inner_borders
         if piece.replaced:
             replaced[file] = piece.replaced
+        if piece.unknown:
+            unknown[file] = piece.unknown
         if piece.joined_lists:
             joined_lists[file] = piece.joined_lists
         if piece.odd_rows:
@@ -386,6 +388,7 @@ def _remarks(pieces: list[Piece]) -> dict:
     remarks = {
         "inner_borders": borders,
         "replaced": replaced,
+        "unknown": unknown,
         "joined_lists": joined_lists,
         "odd_rows": odd_rows,
     }

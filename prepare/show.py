@@ -193,6 +193,11 @@ def _remarks(index: Index) -> Iterator[str]:
             f"replaced: {count:,} characters of {file} are U+FFFD in place of bytes that are not"
             " UTF-8"
         )
+    for file, count in index.unknown.items():
+        yield (
+            f"unknown: {count:,} tokens of {file} stand for text that the tokenizer cannot spell,"
+            " such as <unk>: the text is lost, and bits per byte are too low by it"
+        )
     for file, count in index.joined_lists.items():
         if _is_chat(index):
             yield (

@@ -75,6 +75,8 @@ class Index:
     inner_borders: dict[str, int] = field(default_factory=dict)
     # characters, U+FFFD in place of bytes that are not UTF-8
     replaced: dict[str, int] = field(default_factory=dict)
+    # tokens that stand for text that the tokenizer cannot spell, <unk>
+    unknown: dict[str, int] = field(default_factory=dict)
     # texts that were lists of strings, joined by line ends
     joined_lists: dict[str, int] = field(default_factory=dict)
     # rows that skip_bad=true left out: {file, rows, first}

@@ -17,6 +17,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from lib.errors import UserError
 from prepare import hub, json_reader, pieces, text_reader
@@ -526,6 +527,27 @@ def test_few_long_documents_are_told_how_to_become_more(
         "there are 2 documents" in errors
         and "end documents within a text file by lines of <|endoftext|>" in errors
     )
+
+
+def test_text_that_the_tokenizer_cannot_spell_is_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """A unigram tokenizer of Latin letters, on texts of which each has two emoji."""
+    made = Tokenizer(models.Unigram())
+    made.pre_tokenizer = pre_tokenizers.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=60, special_tokens=["<unk>", "</s>"], unk_token="<unk>", show_progress=False
+    )
+    made.train_from_iterator(["plain words of latin letters"] * 9, trainer)
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    texts = [f"{'words ' * i}🙂 of 🙂 letters" for i in range(40)]
+    file = write(tmp_path / "a.jsonl", texts)
+    assert local(file, out=tmp_path, tokenizer=folder) == 0
+    assert shards.read_index(tmp_path / "mine").unknown == {"a.jsonl": 80}
+    assert "unknown: 80 tokens of a.jsonl stand for text" in shown(capsys, tmp_path)
 
 
 def test_one_document_cannot_fill_two_splits(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
