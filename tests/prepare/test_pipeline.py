@@ -932,6 +932,17 @@ def test_a_skipped_file_does_not_end_a_source_below_its_budget(tmp_path: Path) -
     assert ids_in(tmp_path / "out/mine") == ids_of(texts[0] + texts[1], budget=budget)
 
 
+def test_a_damaged_file_behind_the_budget_is_not_called_skipped(tmp_path: Path) -> None:
+    """It was read, since the first file's tokens were estimated as too few."""
+    documents = some_documents(60)
+    files = [write(tmp_path / "a.jsonl", documents), tmp_path / "b.jsonl.gz"]
+    files[1].write_bytes(b"no gzip")
+    budget = len(ids_of(documents)["train"]) - 9
+    assert budget > 0.4 * files[0].stat().st_size
+    assert local(*files, out=tmp_path / "out", tokens=budget, skip_bad="true") == 0
+    assert shards.read_index(tmp_path / "out/mine").skipped == []
+
+
 @pytest.fixture
 def begun(tmp_path: Path) -> list[Path]:
     """Files a.jsonl, which has its piece in data/, and b.jsonl, which could not be read."""

@@ -95,6 +95,15 @@ def test_text_of_another_encoding_is_a_bad_file(
     ) == ids_of(DOCUMENTS)
 
 
+@pytest.mark.parametrize("n_bad, code", [(9, 0), (15, 1)])
+def test_a_file_is_bad_above_one_bad_byte_in_a_hundred_characters(
+    tmp_path: Path, n_bad: int, code: int
+):
+    text = b"x" * (1000 - n_bad) + b"\xff" * n_bad
+    file = write_raw(tmp_path / "a.jsonl", [text])
+    assert local(file, write(tmp_path / "good.jsonl", DOCUMENTS), out=tmp_path) == code
+
+
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be"])
 def test_utf16_is_a_bad_file_with_and_without_a_byte_order_mark(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], encoding: str
@@ -427,6 +436,21 @@ def test_all_pieces_of_a_document_are_in_the_split_of_its_first_piece(
         "cut: 12 documents of text files" in told
         and "96 pieces, those of a document in one split" in told
     )
+
+
+def test_a_piece_of_white_space_before_a_document_does_not_choose_its_split(
+    tmp_path: Path, short_pieces
+):
+    """120 blank lines before each book are a piece of 100, which is dropped, and 20."""
+    wanted = {"train": [], "val": []}
+    for n in range(12):
+        first, *others = paragraphs_of(n)
+        (tmp_path / f"{n:02d}.txt").write_text("".join(["\n" * 120, first, *others]))
+        first = "\n" * 20 + first
+        split = split_of(first.encode())
+        wanted[split] += [id for piece in (first, *others) for id in (256, *piece.encode())]
+    assert local(*sorted(tmp_path.glob("*.txt")), out=tmp_path) == 0
+    assert ids_in(tmp_path / "mine") == wanted
 
 
 def test_the_pieces_of_an_only_document_fill_both_splits_and_that_is_told(
