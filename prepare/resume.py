@@ -131,16 +131,16 @@ def _refuse_files(folder: Path, held_dataset: str, dataset: str) -> None:
     if not held or not given or held["column"] != given["column"]:
         return
     held_names, names = held["files"].split(", "), given["files"].split(", ")
-    added = sorted(set(names) - set(held_names))
-    missing = sorted(set(held_names) - set(names))
-    differences = []
-    if added:
-        differences.append(f"{len(added):,} new: {_listed(added)}")
-    if missing:
-        differences.append(f"{len(missing):,} missing: {_listed(missing)}")
+    new_names = sorted(set(names) - set(held_names))
+    missing_names = sorted(set(held_names) - set(names))
+    differences, remedy = [], ""
+    if new_names:
+        remedy = ", or prepare the new ones as a source of their own by another name="
+        differences.append(f"{len(new_names):,} new: {_listed(new_names)}")
+    if missing_names:
+        differences.append(f"{len(missing_names):,} missing: {_listed(missing_names)}")
     if not differences:
         differences = ["in another order, or one is named twice"]
-    remedy = ", or prepare the new ones as a source of their own by another name=" if added else ""
     raise UserError(
         f"{folder} is of {len(held_names):,} files, the command names {len(names):,}"
         f" ({'; '.join(differences)}): give the same files again{remedy}, or delete it, or give"
