@@ -528,10 +528,11 @@ def test_a_source_that_holds_as_many_tokens_is_complete(
     assert "is complete" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("wanted", [{"tokens": 9000}, {}], ids=["9000", "all"])
 def test_a_finished_source_with_fewer_tokens_is_refused(
-    budgeted: Budgeted, capsys: pytest.CaptureFixture[str]
+    budgeted: Budgeted, capsys: pytest.CaptureFixture[str], wanted: dict[str, int]
 ) -> None:
-    assert local(*budgeted.files, out=budgeted.out[5000], tokens=9000) == 2
+    assert local(*budgeted.files, out=budgeted.out[5000], **wanted) == 2
     assert "training tokens, fewer than are asked for" in capsys.readouterr().err
 
 
