@@ -10,6 +10,7 @@ import re
 import tracemalloc
 from collections.abc import Callable
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -451,6 +452,24 @@ def test_a_piece_of_white_space_before_a_document_does_not_choose_its_split(
         wanted[split] += [id for piece in (first, *others) for id in (256, *piece.encode())]
     assert local(*sorted(tmp_path.glob("*.txt")), out=tmp_path) == 0
     assert ids_in(tmp_path / "mine") == wanted
+
+
+def test_no_blank_line_is_lost_between_the_pieces_of_a_document(tmp_path: Path, short_pieces):
+    """Several blank lines between paragraphs: the cut is behind the first of them."""
+    book = "\n\n".join(paragraphs_of(1)).rstrip("\n")
+    (tmp_path / "a.txt").write_text(f"{book}\n<|endoftext|>\n")
+    reading = Reading(borders=("<|endoftext|>",))
+    opened = partial(open, tmp_path / "a.txt", "rb")
+    rows = read_file(opened, "a.txt", ("text",), {}, True, reading)
+    assert "".join(row.texts[0] for row in rows) == book
+
+
+def test_half_a_pair_of_utf16_in_an_evaluation_file_is_no_error(tmp_path: Path):
+    """JSON may spell one; it has no form in UTF-8."""
+    text = " ".join(f"word{i}" for i in range(13))
+    (tmp_path / "eval.jsonl").write_text(json.dumps({"text": f"\ud83d {text}"}))
+    grams = read_grams([str(tmp_path / "eval.jsonl")])[1]
+    assert found_in(grams, text)
 
 
 def test_the_pieces_of_an_only_document_fill_both_splits_and_that_is_told(
