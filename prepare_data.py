@@ -45,6 +45,7 @@ Killed at any moment, the same command goes on, and the shards end as if nothing
 however many processes there were."""
 
 import io
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -59,13 +60,13 @@ from lib.help import help_page
 from lib.text import nearest
 from lib.values import FilePath
 from prepare import harvest
-from prepare.hub import any_dataset, check
+from prepare.hub import HUB_NAME, any_dataset, check
 from prepare.job import HASH_STEPS, Job
 from prepare.local import local_source
 from prepare.pieces import begun
 from prepare.pipeline import prepare
 from prepare.show import show, verify
-from prepare.sources import PAIR, Source
+from prepare.sources import MESSAGES, PAIR, Source
 from runtime.shards import read_index
 
 COMMON = {"out", "tokenizer", "val_share", "processes", "control_tokens"}
@@ -101,6 +102,17 @@ class Options(Job):
             value = getattr(self, key)
             if value is not None and not low <= value <= high:
                 raise UserError(f"{key}={value} must be a number from {low} to {high}")
+        if self.instruct and self.column != "text":
+            raise UserError(
+                f"column={self.column} is for plain text, and instruct=true reads prompt and"
+                " response, or messages: leave out one of the two"
+            )
+        if (self.column,) == MESSAGES:
+            raise UserError(
+                "column=messages holds conversations: prepare them by `local FILE..."
+                " instruct=true`, data sets of the Hub once their files are here; give a column"
+                " of plain text another name"
+            )
         is_slurm = self.on == "slurm"
         if is_slurm != (self.partition is not None) or (self.dry_run and not is_slurm):
             raise UserError(
@@ -180,12 +192,12 @@ def main(arguments: list[str]) -> int:
         raise
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
-        print(
-            f"{place}{error.strerror or error}; what was prepared stays, and the same command"
-            " goes on",
-            file=sys.stderr,
-        )
-        return _exit_code(error)
+        code = _exit_code(error)
+        remedy = "; what was prepared stays, and the same command goes on"
+        if code == 2:
+            remedy = ": give an out= whose folders can be made and written"
+        print(f"{place}{error.strerror or error}{remedy}", file=sys.stderr)
+        return code
     except (KeyboardInterrupt, SystemExit) as error:
         print(
             "\ninterrupted: what was prepared stays, and the same command goes on", file=sys.stderr
@@ -217,10 +229,7 @@ def _run(arguments: list[str]) -> int:
         return 0
     kind = _kind(command)
     if kind not in KEYS:
-        commands = [key for key in KEYS if key not in ("named", "hf")]
-        raise UserError(
-            f"there is no command {words[0]!r}{nearest(command, [*commands, *SOURCES])}"
-        )
+        raise UserError(f"there is no command {words[0]!r}{_command_meant(words[0])}")
     first = arguments.index(words[0])
     options = read_options(
         Options,
@@ -230,6 +239,16 @@ def _run(arguments: list[str]) -> int:
         DEFAULTS.get(kind),
     )
     return _work(kind, command, options)
+
+
+def _command_meant(word: str) -> str:
+    """The end of the sentence about a first word that is no command."""
+    if Path(word).is_file():
+        return f"; a file is prepared by `python prepare_data.py local {word} name=mydata`"
+    if re.fullmatch(HUB_NAME, word):
+        return f"; a data set of the Hub is written hf:{word}"
+    commands = [key for key in KEYS if key not in ("named", "hf")]
+    return nearest(word.removeprefix("--"), [*commands, *SOURCES])
 
 
 def _is_command(word: str) -> bool:

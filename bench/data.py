@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 
 from lib.command import command, run_command
+from lib.errors import UserError
 from lib.machine import ROOT, device_name
 from lib.values import FilePath
 from prepare import harvest
@@ -42,6 +43,12 @@ class Options:
     processes: tuple[int, ...] = (1, 2)
     repeats: int = 3  # turns of each
     folder: FilePath = "out"  # on the disk to be measured; what is written there is removed
+
+    def __post_init__(self) -> None:
+        numbers = {"mb": self.mb, "repeats": self.repeats, "processes": min(self.processes or [0])}
+        for key, number in numbers.items():
+            if number < 1:
+                raise UserError(f"{key}={number:g} must be 1 or more")
 
 
 @command(__doc__, Options)

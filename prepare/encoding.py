@@ -84,6 +84,11 @@ class Encoder:
             return Document(name, n_bytes, _chat_ids(self.tokenizer, cleaned.chat))
         return Document(name, n_bytes, _ids(self.tokenizer, cleaned.texts))
 
+    def count_unknown(self, ids: np.ndarray) -> int:
+        """How many of a document's ids stand for text that the tokenizer cannot spell."""
+        unknown = self.tokenizer.unknown
+        return 0 if unknown is None else int((ids & ~LOSS_MASK_BIT == unknown).sum())
+
 
 def borders_of(tokenizer: Tokenizer) -> tuple[str, ...]:
     """The lines that end a document in a text file: how the tokenizer spells its end of text,

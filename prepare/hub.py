@@ -20,6 +20,7 @@ from prepare.sources import BadFile, InputFile, Reading, Source, SourceRow
 
 T = TypeVar("T")
 
+HUB_NAME = r"[\w.-]+/[\w.-]+"  # of a data set
 TIMEOUT_S = 8.0  # of a question to the Hub; with ASK_WAITS half a minute where there is no network
 ASK_WAITS = (1, 3)  # seconds before a question is asked again
 # seconds before a block is: 18 minutes of silence cost no file
@@ -140,7 +141,7 @@ def any_dataset(
     no such data set, one with a script."""
     from huggingface_hub import HfApi
 
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", dataset):
+    if not re.fullmatch(HUB_NAME, dataset):
         raise UserError(f"hf:{dataset}: the name must look like hf:OWNER/NAME")
     source = Source(
         dataset=dataset,

@@ -17,6 +17,7 @@ from prepare.encoding import Encoder, borders_of, cached_tokenizer
 from prepare.job import HASH_STEPS
 from prepare.records import ENCODING_REMEDY
 from prepare.sources import BadFile, InputFile, Reading, SourceRow
+from runtime.shards import PARTS
 
 TELL_S = 1.0  # between two words of a task about its progress
 # A row per document of a piece: blake2b-64 of the text, tokens (end-of-text included), UTF-8 bytes,
@@ -51,6 +52,7 @@ class Piece:
     reader: int = 1  # READER of the code that wrote it
     inner_borders: int = 0  # lines of a .txt that hold an end-of-text token within other text
     replaced: int = 0  # characters, U+FFFD in place of bytes that are not UTF-8
+    unknown: int = 0  # tokens that stand for text that the tokenizer cannot spell
     joined_lists: int = 0  # texts that were lists of strings
     odd_rows: int = 0  # left out by skip_bad=true
     first_odd_row: str = ""  # where it is and why
@@ -120,7 +122,7 @@ def read_pieces(parts: Path) -> list[Piece]:
 def begun(folder: Path) -> dict:
     """What was begun in a source's folder: what its tokens depend on, and the number of input
     `files`; {} where nothing was."""
-    return json.loads(read_bytes(folder / "parts" / "begun.json") or "{}")
+    return json.loads(read_bytes(folder / PARTS / "begun.json") or "{}")
 
 
 def make_piece(
@@ -182,6 +184,7 @@ def _write_documents(
                 continue
             for part in document.ids:
                 ids.write(part.data)
+                piece.unknown += encoder.count_unknown(part)
             tokens = sum(map(len, document.ids))
             table.write(np.array((document.hash, tokens, document.bytes), DOCUMENT).tobytes())
             is_continuation = row.is_continued and has_begun

@@ -19,7 +19,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -39,10 +39,10 @@ from prepare.job import HASH_STEPS, Job
 from prepare.layout import Layout, Rules, earlier_hashes, lay_out
 from prepare.pieces import Piece, make_piece, named_reason, read_pieces
 from prepare.resume import forget_outdated, identity_of, refuse_other_content, refuse_small
-from prepare.show import show
+from prepare.show import count_copies, show
 from prepare.sources import InputFile, Source
 from prepare.writing import write_shards
-from runtime.shards import Index, read_index, write_index
+from runtime.shards import PARTS, Index, read_index, write_index
 from runtime.tokenizer import Tokenizer
 
 TOKENS_A_BYTE = 0.4  # a guess where nobody says how many tokens a file has
@@ -68,10 +68,15 @@ def prepare(sources: Iterable[Source], job: Job) -> None:
             locks.close()  # the jobs take them
             _submit(works, job)
             return
-        for work in works:
-            work.tokenise()
-            while not work.assemble():  # the pieces fell short, copies dropped
+        try:
+            for work in works:
                 work.tokenise()
+                while not work.assemble():  # the pieces fell short, copies dropped
+                    work.tokenise()
+        except UserError:
+            for work in works:
+                work.leave_nothing_empty()
+            raise
 
 
 def _submit(works: list["Work"], job: Job) -> None:
@@ -123,7 +128,7 @@ class Work:
         self.tokenizer = tokenizer
         self.grams = grams
         self.folder = Path(job.out) / self.name
-        self.parts = self.folder / "parts"
+        self.parts = self.folder / PARTS
         self.files: list[InputFile] = []
         self.identity = identity_of(source, job, tokenizer, gram_files)
         # Tokens of pieces to begin with, those of validation among them.
@@ -146,6 +151,15 @@ class Work:
         for file, piece in zip(self.files, read_pieces(self.parts), strict=True):
             forget_outdated(self.parts, file, piece, self.job.skip_bad)
         return True
+
+    def leave_nothing_empty(self) -> None:
+        """Remove the folder of a command that read no file to its end, such as one with a wrong
+        column: nothing in it would be gone on with."""
+        if any(piece.end for piece in read_pieces(self.parts)):
+            return
+        shutil.rmtree(self.parts, ignore_errors=True)
+        with suppress(OSError):  # it is finished, or holds files of others
+            self.folder.rmdir()
 
     def _close_finished(self, index: Index) -> None:
         refuse_small(self.folder, index, self.source.budget)
@@ -287,15 +301,18 @@ class Work:
         dropped = layout.dropped()
         odd_rows = sum(piece.odd_rows for piece in pieces)
         left_out = (
-            f"copies {sum(dropped['duplicates'].values())}, empty {dropped['empty']},"
+            f"{count_copies(dropped['duplicates'])}, empty {dropped['empty']},"
             f" contaminated {dropped['contaminated']}, odd rows {odd_rows}, files"
             f" {len(failed)}"
         )
         if failed:
             left_out += f" ({'; '.join(map(named_reason, failed))})"
+        advice = split_advice(pieces, layout, self.job.val_per_10k)
+        if set(dropped["duplicates"]) - {self.name}:
+            advice += ", or give another out=, which keeps copies of other sources"
         raise UserError(
             f"{self.name} has no documents for {' and '.join(empty)}; left out are "
-            f"{left_out}: {split_advice(pieces, layout, self.job.val_per_10k)}"
+            f"{left_out}: {advice}"
         )
 
     def _write(self, pieces: list[Piece], layout: Layout, failed: list[Piece]) -> None:
@@ -354,13 +371,15 @@ def _leading_pieces(pieces: list[Piece]) -> list[Piece]:
 def _remarks(pieces: list[Piece]) -> dict:
     """Index's fields that say what was replaced, joined and left out in the input files, where
     there is something to say."""
-    borders, replaced, joined_lists, odd_rows = {}, {}, {}, []
+    borders, replaced, unknown, joined_lists, odd_rows = {}, {}, {}, {}, []
     for piece in pieces:
         file = piece.input_name
         if piece.inner_borders:
             borders[file] = piece.inner_borders
         if piece.replaced:
             replaced[file] = piece.replaced
+        if piece.unknown:
+            unknown[file] = piece.unknown
         if piece.joined_lists:
             joined_lists[file] = piece.joined_lists
         if piece.odd_rows:
@@ -369,6 +388,7 @@ def _remarks(pieces: list[Piece]) -> dict:
     remarks = {
         "inner_borders": borders,
         "replaced": replaced,
+        "unknown": unknown,
         "joined_lists": joined_lists,
         "odd_rows": odd_rows,
     }

@@ -31,6 +31,8 @@ def no_column(column: str, names: list[str]) -> tuple[str, str]:
     remedy = "set column= to one of them"
     if column in (*PAIR, *MESSAGES):
         remedy = f"instruct=true needs {' and '.join(PAIR)}, or messages, in each row alike"
+        if {"role", "content"} <= set(names):  # nanochat's: a line is a list of messages
+            remedy += ': write a conversation as {"messages": [...]}'
     return f" has no column {column!r}, only {listed or '(none)'}", remedy
 
 

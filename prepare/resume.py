@@ -4,6 +4,7 @@ it."""
 import json
 import re
 import sys
+import textwrap
 from array import array
 from pathlib import Path
 
@@ -18,6 +19,9 @@ from prepare.pieces import READER, Piece, begun
 from prepare.sources import PAIR, BadFile, InputFile, Reading, Source
 from runtime.shards import Index
 from runtime.tokenizer import Tokenizer
+
+LOCAL_DATASET = re.compile("local: (?P<files>.*); column (?P<column>.*)", re.DOTALL)
+FILES_LISTED = 100  # characters of a list of files that differ
 
 
 def identity_of(source: Source, job: Job, tokenizer: Tokenizer, gram_files: list[dict]) -> dict:
@@ -76,6 +80,8 @@ def refuse_other_content(
             continue
         if key == "split_rule":
             _refuse_split(folder, held.get(key) or "")
+        if key == "dataset":
+            _refuse_files(folder, held.get(key) or "", value)
         meaning = ""
         if is_touched:
             meaning = (
@@ -116,6 +122,34 @@ def _refuse_split(folder: Path, held_rule: str) -> None:
             " finished folder keeps its split: give that share, delete the folder, or give"
             " another out="
         )
+
+
+def _refuse_files(folder: Path, held_dataset: str, dataset: str) -> None:
+    """Raises UserError where the two differ in local files alone, and names a few of those that
+    differ: a source may have thousands."""
+    held, given = LOCAL_DATASET.fullmatch(held_dataset), LOCAL_DATASET.fullmatch(dataset)
+    if not held or not given or held["column"] != given["column"]:
+        return
+    held_names, names = held["files"].split(", "), given["files"].split(", ")
+    new_names = sorted(set(names) - set(held_names))
+    missing_names = sorted(set(held_names) - set(names))
+    differences, remedy = [], ""
+    if new_names:
+        remedy = ", or prepare the new ones as a source of their own by another name="
+        differences.append(f"{len(new_names):,} new: {_listed(new_names)}")
+    if missing_names:
+        differences.append(f"{len(missing_names):,} missing: {_listed(missing_names)}")
+    if not differences:
+        differences = ["in another order, or one is named twice"]
+    raise UserError(
+        f"{folder} is of {len(held_names):,} files, the command names {len(names):,}"
+        f" ({'; '.join(differences)}): give the same files again{remedy}, or delete it, or give"
+        " another out="
+    )
+
+
+def _listed(names: list[str]) -> str:
+    return textwrap.shorten(", ".join(names), FILES_LISTED, placeholder=" ...")
 
 
 def _holds_the_documents(folder: Path, index: Index, source: Source, tokenizer: Tokenizer) -> bool:

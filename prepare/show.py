@@ -10,7 +10,7 @@ from lib.errors import UserError
 from lib.text import grid
 from prepare.pieces import Piece, read_pieces
 from prepare.text_reader import TXT_CHARS
-from runtime.shards import Index, damage, read_index
+from runtime.shards import PARTS, Index, damage, read_index
 
 FEW_DOCUMENTS = 5  # a validation loss of fewer is that of single texts
 
@@ -28,7 +28,7 @@ def show(folder: Path) -> None:
                 rows += _split_rows(name, index)
                 lines = list(_story(index))
             else:
-                lines = _unfinished(read_pieces(path / "parts"))
+                lines = _unfinished(read_pieces(path / PARTS))
         except UserError as error:
             lines = [f"damaged: {error}"]
         notes += [f"{name}: {line}" for line in lines]
@@ -76,14 +76,20 @@ def verify(folders: list[Path]) -> None:
 
 def _sources(folder: Path) -> list[Path]:
     """The folders of the sources there, finished or not."""
-    finished = {path.parent for path in folder.rglob("index.json")}
-    unfinished = {path.parents[1] for path in folder.rglob("parts/begun.json")}
+    finished = {path.parent for path in _files_below(folder, "index.json")}
+    unfinished = {path.parents[1] for path in _files_below(folder, f"{PARTS}/begun.json")}
     if not finished | unfinished:
         raise UserError(
             f"there is no prepared source in {folder}: `python prepare_data.py` says how to"
             " make one"
         )
     return sorted(finished | unfinished)
+
+
+def _files_below(folder: Path, name: str) -> set[Path]:
+    """rglob() enters no links, and a source may be a link to another disk: data/SOURCE, or
+    data/demo/SOURCE."""
+    return {*folder.rglob(name), *folder.glob(f"*/{name}"), *folder.glob(f"*/*/{name}")}
 
 
 def _story(index: Index) -> Iterator[str]:
@@ -137,11 +143,17 @@ def _targets(index: Index) -> Iterator[str]:
 
 
 def _dropped(index: Index) -> str:
-    copies = f"copies {sum(index.duplicates.values()):,}"
-    sources = ", ".join(f"{source} {count:,}" for source, count in index.duplicates.items())
-    if sources:
-        copies += f" (first met in {sources})"
-    return f"dropped: {copies}, empty {index.empty:,}, contaminated {index.contaminated:,}"
+    return (
+        f"dropped: {count_copies(index.duplicates)}, empty {index.empty:,},"
+        f" contaminated {index.contaminated:,}"
+    )
+
+
+def count_copies(duplicates: dict[str, int]) -> str:
+    """duplicates: as Index has them."""
+    copies = f"copies {sum(duplicates.values()):,}"
+    sources = ", ".join(f"{source} {count:,}" for source, count in duplicates.items())
+    return f"{copies} (first met in {sources})" if sources else copies
 
 
 def _small_validation(index: Index) -> Iterator[str]:
@@ -180,6 +192,11 @@ def _remarks(index: Index) -> Iterator[str]:
         yield (
             f"replaced: {count:,} characters of {file} are U+FFFD in place of bytes that are not"
             " UTF-8"
+        )
+    for file, count in index.unknown.items():
+        yield (
+            f"unknown: {count:,} tokens of {file} stand for text that the tokenizer cannot spell,"
+            " such as <unk>: the text is lost, and bits per byte are too low by it"
         )
     for file, count in index.joined_lists.items():
         if _is_chat(index):

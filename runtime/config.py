@@ -466,7 +466,7 @@ def check_mixture(config: Config) -> Iterator[str]:
     if min(weights, default=0) <= 1e-6 * sum(weights):
         yield (
             f"data.mixture={config.data.mixture} must name a source or more, each with a positive"
-            " weight, such as fineweb_edu:1"
+            " weight that is more than a millionth of their sum, such as fineweb_edu:1"
         )
 
 

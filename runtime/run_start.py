@@ -67,6 +67,8 @@ class Start:
     origin: dict | None = None
     # of the trunk before the branch point, where a branch has another; of several, oldest first
     trunk_precisions: tuple[FP8Config, ...] = ()
+    # with weights alone: sources that the run they are of has read in this run's order
+    sources_read_again: tuple[str, ...] = ()
 
     @property
     def switched_from(self) -> str | None:
@@ -82,6 +84,11 @@ class Start:
         if self.checkpoint is None:
             return "starting at step 0"
         line = f"{STARTING[self.kind]} {self.checkpoint}"
+        if self.sources_read_again:
+            line += (
+                f"; the run before has read {', '.join(self.sources_read_again)} with the same"
+                " seed: this one reads the same tokens first, another seed= takes another order"
+            )
         if self.switched_from is None:
             return line
         return f"{line}; trained in {self.switched_from} before its branch point"
@@ -108,7 +115,13 @@ def find_start(
         return Start(StartKind.SCRATCH, Progress())
     point = branch(config, tokenizer_hashes, tensors, world)
     if point.origin is not None:
-        return Start(StartKind.WEIGHTS, Progress(), point.path, origin=point.origin)
+        return Start(
+            StartKind.WEIGHTS,
+            Progress(),
+            point.path,
+            origin=point.origin,
+            sources_read_again=_sources_read_again(point, config),
+        )
     return _branch_off(point, config)
 
 
@@ -122,6 +135,22 @@ def _resume(newest: Restored) -> Start:
         state.get("origin"),
         trunk_precisions(state),
     )
+
+
+def _sources_read_again(point: BranchPoint, config: Config) -> tuple[str, ...]:
+    """The sources whose windows the run of the weights has read in the order in which this one
+    will; an imported model has read none."""
+    if point.manifest["state"].get("imported"):
+        return ()
+    before = config_from_dict(point.manifest["config"])
+    has_same_order = (
+        before.seed == config.seed
+        and before.model.n_ctx == config.model.n_ctx
+        and before.data.dir == config.data.dir
+    )
+    if not has_same_order:
+        return ()
+    return tuple(sorted({*before.data.mixture} & {*config.data.mixture}))
 
 
 def _branch_off(point: BranchPoint, config: Config) -> Start:

@@ -22,6 +22,7 @@ FORMAT_VERSION = 2
 DTYPES = {"uint16": "<u2", "uint32": "<u4"}  # index.json's "dtype" -> NumPy's
 # of a masked source (prompts and responses, 32 bits): beside ids that are context only
 LOSS_MASK_BIT = np.uint32(1 << 31)
+PARTS = "parts"  # folder of a source that is being prepared
 SHARD_TOKENS = 100_000_000  # 200 or 400 MB: few files, yet a damaged one is soon replaced
 
 
@@ -74,6 +75,8 @@ class Index:
     inner_borders: dict[str, int] = field(default_factory=dict)
     # characters, U+FFFD in place of bytes that are not UTF-8
     replaced: dict[str, int] = field(default_factory=dict)
+    # tokens that stand for text that the tokenizer cannot spell, <unk>
+    unknown: dict[str, int] = field(default_factory=dict)
     # texts that were lists of strings, joined by line ends
     joined_lists: dict[str, int] = field(default_factory=dict)
     # rows that skip_bad=true left out: {file, rows, first}
@@ -125,8 +128,22 @@ def read_index(folder: Path) -> Index:
 
 
 def missing_source(folders: list[Path]) -> str:
-    """The sentence for sources that are not there: folders of one data folder that hold no
-    index.json."""
+    """The sentence for sources that are not there, folders of one data folder that hold no
+    index.json; one a line where some were begun."""
+    sentences = [
+        f"{folder} is not finished: wait for the `python prepare_data.py` that makes it, or give"
+        f" that command again; `python prepare_data.py --show {folder}` says how far it is"
+        for folder in folders
+        if (folder / PARTS).is_dir()
+    ]
+    absent = [folder for folder in folders if not (folder / PARTS).is_dir()]
+    if absent:
+        sentences.append(_absent_source(absent))
+    return "\n".join(sentences)
+
+
+def _absent_source(folders: list[Path]) -> str:
+    """The sentence for folders without anything of a source."""
     out, names = folders[0].parent, [folder.name for folder in folders]
     sources = ", ".join(sorted(path.parent.name for path in out.glob("*/index.json")))
     if not sources:

@@ -85,6 +85,7 @@ class Tokenizer:
     # Tokens for control, such as <tool_call>, that tokenizer.json does not call special: they are
     # tokens where plain text spells them too.
     control_tokens: tuple[str, ...] = ()
+    unknown: int | None = None  # id of text that it cannot spell, <unk>; built-in ones spell all
 
     @property
     def kind(self) -> str:
@@ -294,6 +295,7 @@ def _load_folder(name: str, control_tokens: str = "ids") -> Tokenizer:
         other_ends=_other_ends(Path(name), eos, folder.vocab_size),
         control_tokens=folder.control_tokens,
         special_ids=frozenset(special_ids),
+        unknown=folder.unknown,
     )
 
 
@@ -310,6 +312,7 @@ class _Folder:
     first_ids: list[int]  # the first id of an encoded text, with what the post-processor adds
     control_tokens: Any  # as _control_tokens() has them
     special_tokens: dict[int, str]  # id -> how it is spelled
+    unknown: int | None  # id of text that it cannot spell
 
 
 def _read_folder(name: str, control_tokens: str) -> _Folder:
@@ -317,6 +320,11 @@ def _read_folder(name: str, control_tokens: str) -> _Folder:
     and ends each document."""
     path = Path(name)
     file, config = path / FOLDER_FILES[0], path / FOLDER_FILES[1]
+    if path.is_file():
+        raise UserError(
+            f"tokenizer={name!r} is a file: name the folder that holds tokenizer.json and"
+            f" tokenizer_config.json, such as {path.parent}"
+        )
     if not file.is_file():
         raise UserError(
             f"there is no tokenizer {name!r}; there are: {', '.join(VOCAB_SIZE)}, a folder,"
@@ -334,6 +342,8 @@ def _read_folder(name: str, control_tokens: str) -> _Folder:
         vocab_size = 1 + max(fast.get_vocab(with_added_tokens=True).values())  # ids may have gaps
         eos_token, bos_token = _spelled(roles, "eos_token"), _spelled(roles, "bos_token")
         eos, bos = _id_of(fast, eos_token), _id_of(fast, bos_token)
+        model = json.loads(rules)["model"]
+        unknown = model.get("unk_id", _id_of(fast, model.get("unk_token")))
     except Exception as error:  # the package has no class of its own
         raise UserError(
             f"{file} and {config.name} cannot be read ({error}): both must be as transformers'"
@@ -364,6 +374,7 @@ def _read_folder(name: str, control_tokens: str) -> _Folder:
         first_ids=first_ids,
         control_tokens=control,
         special_tokens=special_tokens,
+        unknown=unknown,
     )
 
 

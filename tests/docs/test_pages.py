@@ -1,15 +1,19 @@
 """The pages for readers: links lead somewhere, messages are the source's, tables are up to date."""
 
 import ast
+import json
 import re
+import sys
 import tomllib
 from functools import cache
 from itertools import count
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from docs import coming_from, expected
+from runtime.tokenizer import load_tokenizer
 from tests.conftest import ROOT
 
 PAGES = [
@@ -172,3 +176,33 @@ def test_every_folder_of_code_is_installed() -> None:
         for path in (ROOT / room).rglob("*.py")
     }
     assert set(packages["packages"]) == folders - {"bench.bare"}
+
+
+# ------------------------------------------------------------------------------------ token files
+
+HEADER = np.array([20240520, 1, 0, *[0] * 253], "<i4").tobytes()  # of llm.c
+
+
+@pytest.mark.parametrize("header, is_end_first", [(b"", False), (HEADER, True)])
+def test_token_files_become_their_documents_again(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    header: bytes,
+    is_end_first: bool,
+) -> None:
+    """nanoGPT's train.bin, then a shard of llm.c and modded-nanogpt, by docs/coming_from.md."""
+    gpt2 = load_tokenizer("gpt2")
+    texts = ["one naïve text\n", "日本", "a third <|endoftext|> one"]
+    border = np.array([gpt2.eot], "<u2")
+    parts = []
+    for text in texts:
+        ids = gpt2.encode(text)
+        parts += [border, ids] if is_end_first else [ids, border]
+    (tmp_path / "train.bin").write_bytes(header + np.concatenate(parts).tobytes())
+    script = re.search(r"^```python\n(.*?)^```$", coming_from.PAGE.read_text(), re.S | re.M)
+    assert script
+    monkeypatch.setattr(sys, "argv", ["to_text.py", str(tmp_path / "train.bin")])
+    exec(script[1], {})
+    lines = capsys.readouterr().out.splitlines()
+    assert [json.loads(line)["text"] for line in lines] == texts

@@ -305,6 +305,21 @@ def test_verify_reports_whole_shards(
     assert capsys.readouterr().out.count("OK  ") == 1
 
 
+@pytest.mark.parametrize("folder", [".", "demo"])
+def test_verify_hashes_a_source_that_is_a_link(
+    small_shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], folder: str
+) -> None:
+    """A source on another disk, beside one that is none."""
+    data = tmp_path / "data"
+    shutil.copytree(small_shards / "cut/mine", data / "here")
+    (data / folder).mkdir(exist_ok=True)
+    (data / folder / "linked").symlink_to(small_shards / "cut/mine")
+    assert main(["--verify", str(data)]) == 0
+    out = capsys.readouterr().out
+    assert f"OK  {data / folder / 'linked'}" in out
+    assert out.count("OK  ") == 2
+
+
 def test_verify_names_a_damaged_shard(
     small_shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -377,7 +392,9 @@ def test_a_source_of_copies_alone_is_refused(
     own_sources: Path, copies_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert local(copies_file, out=own_sources, name="four") == 2
-    assert "left out are copies 9" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "left out are copies 9 (first met in one 9)" in error
+    assert "give more documents, or give another out=, which keeps copies of other sources" in error
 
 
 def test_ids_of_another_tokenizer_are_no_copies(own_sources: Path, copies_file: Path) -> None:
@@ -485,6 +502,14 @@ def test_a_source_ends_with_the_document_that_fills_its_budget(
     assert ids_in(budgeted.out[budget] / "mine") == ids_of(DOCUMENTS, budget=budget)
 
 
+def test_no_document_follows_one_that_fills_the_budget_to_the_token(
+    budgeted: Budgeted, tmp_path: Path
+) -> None:
+    budget = len(ids_of(DOCUMENTS, budget=2000)["train"])
+    assert local(*budgeted.files, out=tmp_path, tokens=budget) == 0
+    assert len(ids_in(tmp_path / "mine")["train"]) == budget
+
+
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_the_index_tells_of_the_budget(budgeted: Budgeted, budget: int) -> None:
     index = shards.read_index(budgeted.out[budget] / "mine")
@@ -503,10 +528,11 @@ def test_a_source_that_holds_as_many_tokens_is_complete(
     assert "is complete" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("wanted", [{"tokens": 9000}, {}], ids=["9000", "all"])
 def test_a_finished_source_with_fewer_tokens_is_refused(
-    budgeted: Budgeted, capsys: pytest.CaptureFixture[str]
+    budgeted: Budgeted, capsys: pytest.CaptureFixture[str], wanted: dict[str, int]
 ) -> None:
-    assert local(*budgeted.files, out=budgeted.out[5000], tokens=9000) == 2
+    assert local(*budgeted.files, out=budgeted.out[5000], **wanted) == 2
     assert "training tokens, fewer than are asked for" in capsys.readouterr().err
 
 
@@ -907,6 +933,17 @@ def test_a_skipped_file_does_not_end_a_source_below_its_budget(tmp_path: Path) -
     assert ids_in(tmp_path / "out/mine") == ids_of(texts[0] + texts[1], budget=budget)
 
 
+def test_a_damaged_file_behind_the_budget_is_not_called_skipped(tmp_path: Path) -> None:
+    """It was read, since the first file's tokens were estimated as too few."""
+    documents = some_documents(60)
+    files = [write(tmp_path / "a.jsonl", documents), tmp_path / "b.jsonl.gz"]
+    files[1].write_bytes(b"no gzip")
+    budget = len(ids_of(documents)["train"]) - 9
+    assert budget > 0.4 * files[0].stat().st_size
+    assert local(*files, out=tmp_path / "out", tokens=budget, skip_bad="true") == 0
+    assert shards.read_index(tmp_path / "out/mine").skipped == []
+
+
 @pytest.fixture
 def begun(tmp_path: Path) -> list[Path]:
     """Files a.jsonl, which has its piece in data/, and b.jsonl, which could not be read."""
@@ -920,7 +957,8 @@ def test_other_files_are_refused_where_a_piece_was_made(
     begun: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert local(begun[0], out=tmp_path / "data") == 2
-    assert "is of dataset=" in capsys.readouterr().err
+    expected = "data/mine is of 2 files, the command names 1 (1 missing: b.jsonl): give the"
+    assert expected in capsys.readouterr().err
 
 
 def test_other_files_are_taken_where_no_piece_was_made(begun: list[Path], tmp_path: Path) -> None:
@@ -996,6 +1034,20 @@ def test_a_finished_folder_is_not_overwritten_with_other_options(
     assert local(finished_file, out=tmp_path, **{key: value}) == 2
     assert sentence in capsys.readouterr().err
     assert content(tmp_path) == before
+
+
+def test_a_finished_folder_names_the_files_that_are_new(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a hundred files: their names alone would be a page."""
+    files = [write(tmp_path / f"{i:03}.jsonl", some_documents(9, i)) for i in range(100)]
+    assert local(*files[:99], out=tmp_path, processes=1) == 0
+    capsys.readouterr()
+    assert local(*files, out=tmp_path) == 2
+    error = capsys.readouterr().err
+    assert "is of 99 files, the command names 100 (1 new: 099.jsonl): give the same" in error
+    assert "the new ones as a source of their own by another name=" in error
+    assert len(error) < 400
 
 
 def test_a_finished_folder_is_not_overwritten_with_other_text(
@@ -1485,6 +1537,15 @@ def test_tiktokens_own_encoding_is_gpt2s() -> None:
     assert encode(text).tolist() == load_tokenizer("gpt2").encode(text).tolist()
 
 
+@pytest.mark.parametrize("option", ["mb=0", "repeats=0", "processes=2,0"])
+def test_the_benchmark_refuses_a_number_below_one(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, option: str
+) -> None:
+    assert asked(capsys, benchmark.main, f"folder={tmp_path}", option, code=2).endswith(
+        "=0 must be 1 or more\n"
+    )
+
+
 # --------------------------------------------------------------------------------------- bad input
 
 
@@ -1496,12 +1557,27 @@ def test_tiktokens_own_encoding_is_gpt2s() -> None:
         (["local", "../a.jsonl", "name=../up"], "name='../up' must be one folder name"),
         (["local", "x.txt", "nmae=mine"], "there is no key 'nmae'; did you mean 'name'"),
         (["demo", "tokenizer=gpt3"], "there is no tokenizer 'gpt3'; there are: gpt2, byte"),
+        (["demo", "tokenizer=../a.jsonl"], "tokenizer='../a.jsonl' is a file: name the folder"),
         (["demo", "val_share=0.9"], "val_share=0.9 must be"),
         (["tokens=31e9"], "tokens=31e9 does not say what to prepare: name a source"),
+        (["../a.jsonl"], "a file is prepared by `python prepare_data.py local ../a.jsonl name="),
+        (["roneneldan/TinyStories"], "a data set of the Hub is written hf:roneneldan/TinyStories"),
         (["dmo"], "there is no command 'dmo'; did you mean 'demo'"),
-        (["local", "../a.jsonl", "name=mine", "out=../a.jsonl"], "a.jsonl/mine: Not a directory"),
+        (
+            ["local", "../a.jsonl", "name=mine", "out=../a.jsonl"],
+            "a.jsonl/mine: Not a directory: give an out=",
+        ),
         (["fineweb_edu", "pyhton"], "there is no source 'pyhton'; did you mean 'python'"),
         (["local", "../a.jsonl", "name=mine", "on=slurm"], "needs partition="),
+        (
+            ["local", "../a.jsonl", "name=mine", "instruct=true", "column=body"],
+            "column=body is for plain text, and instruct=true reads prompt and response",
+        ),
+        (
+            ["local", "../a.jsonl", "name=mine", "column=messages"],
+            "column=messages holds conversations: prepare them by `local FILE... instruct=true`",
+        ),
+        (["hf:a/b", "column=messages"], "column=messages holds conversations"),
         (["hf:nobody", "tokens=1e6"], "must look like hf:OWNER/NAME"),
         (["fineweb_edu", "arxiv", "name=mine"], "name=mine can name one source, not 2"),
     ],
@@ -1520,6 +1596,21 @@ def test_a_wrong_command_line_is_a_sentence_and_writes_nothing(
     assert list((tmp_path / "here").iterdir()) == []
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_column_that_is_not_there_leaves_no_folder(tmp_path: Path, processes: int) -> None:
+    files = [write(tmp_path / f"{i}.jsonl", DOCUMENTS) for i in range(2)]
+    out = tmp_path / "out"
+    assert local(*files, out=out, column="body", processes=processes) == 2
+    assert list(out.iterdir()) == []
+
+
+def test_a_column_that_is_not_there_leaves_what_was_read(tmp_path: Path) -> None:
+    files = [write(tmp_path / "a.jsonl", DOCUMENTS), tmp_path / "b.jsonl"]
+    files[1].write_text('{"body": "x"}')
+    assert local(*files, out=tmp_path / "out") == 2
+    assert pieces.read_piece(tmp_path / "out/mine/parts/00000").end == "whole"
+
+
 @pytest.mark.parametrize("arguments", [["--help"], []])
 def test_help_is_printed(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     assert main(arguments) == 0
@@ -1533,6 +1624,12 @@ PAIR_LINES = b'{"prompt": "a", "response": "b"}\n' * 40
     "name, data, expected",
     [
         ("a.csv", b"x", "must end in .txt, .jsonl, .parquet"),
+        ("a.csv", b"x", "pandas.read_csv('a.csv', dtype=str, keep_default_na=False)"),
+        ("a.tsv", b"x", "keep_default_na=False, sep='\\t').to_parquet('a.parquet')"),
+        ("a.md", b"x", "give plain text a name in .txt"),
+        ("A.TXT", b"x", "give plain text a name in .txt"),
+        ("a.jsonl.bz2", b"x", "unpack it first"),
+        ("train.bin", b"x", "docs/coming_from.md#token-files"),
         ("a.jsonl", b'{"body": "x"}', "only body: set column= to one of them"),
         ("a.jsonl", b'{"text": 3}', "'text' holds int, not text"),
         ("a.txt", b"\xff\xfea\x00", "is UTF-16: save it as UTF-8"),
@@ -1549,6 +1646,11 @@ PAIR_LINES = b'{"prompt": "a", "response": "b"}\n' * 40
             "chat.jsonl",
             PAIR_LINES + b'{"prompt": ["a"], "response": "b"}',
             ":41: column 'prompt' holds list, not text",
+        ),
+        (
+            "chat.jsonl",
+            b'[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]\n' * 2,
+            'write a conversation as {"messages": [...]}',
         ),
         ("chat.jsonl", PAIR_LINES + b"no json", ":41 is no line of JSON"),
     ],

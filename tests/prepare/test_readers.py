@@ -10,6 +10,7 @@ import re
 import tracemalloc
 from collections.abc import Callable
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from lib.errors import UserError
 from prepare import hub, json_reader, pieces, text_reader
@@ -92,6 +94,15 @@ def test_text_of_another_encoding_is_a_bad_file(
     assert local(file, good, out=tmp_path, skip_bad="true") == 0 and ids_in(
         tmp_path / "mine"
     ) == ids_of(DOCUMENTS)
+
+
+@pytest.mark.parametrize("n_bad, code", [(9, 0), (15, 1)])
+def test_a_file_is_bad_above_one_bad_byte_in_a_hundred_characters(
+    tmp_path: Path, n_bad: int, code: int
+):
+    text = b"x" * (1000 - n_bad) + b"\xff" * n_bad
+    file = write_raw(tmp_path / "a.jsonl", [text])
+    assert local(file, write(tmp_path / "good.jsonl", DOCUMENTS), out=tmp_path) == code
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be"])
@@ -428,6 +439,39 @@ def test_all_pieces_of_a_document_are_in_the_split_of_its_first_piece(
     )
 
 
+def test_a_piece_of_white_space_before_a_document_does_not_choose_its_split(
+    tmp_path: Path, short_pieces
+):
+    """120 blank lines before each book are a piece of 100, which is dropped, and 20."""
+    wanted = {"train": [], "val": []}
+    for n in range(12):
+        first, *others = paragraphs_of(n)
+        (tmp_path / f"{n:02d}.txt").write_text("".join(["\n" * 120, first, *others]))
+        first = "\n" * 20 + first
+        split = split_of(first.encode())
+        wanted[split] += [id for piece in (first, *others) for id in (256, *piece.encode())]
+    assert local(*sorted(tmp_path.glob("*.txt")), out=tmp_path) == 0
+    assert ids_in(tmp_path / "mine") == wanted
+
+
+def test_no_blank_line_is_lost_between_the_pieces_of_a_document(tmp_path: Path, short_pieces):
+    """Several blank lines between paragraphs: the cut is behind the first of them."""
+    book = "\n\n".join(paragraphs_of(1)).rstrip("\n")
+    (tmp_path / "a.txt").write_text(f"{book}\n<|endoftext|>\n")
+    reading = Reading(borders=("<|endoftext|>",))
+    opened = partial(open, tmp_path / "a.txt", "rb")
+    rows = read_file(opened, "a.txt", ("text",), {}, True, reading)
+    assert "".join(row.texts[0] for row in rows) == book
+
+
+def test_half_a_pair_of_utf16_in_an_evaluation_file_is_no_error(tmp_path: Path):
+    """JSON may spell one; it has no form in UTF-8."""
+    text = " ".join(f"word{i}" for i in range(13))
+    (tmp_path / "eval.jsonl").write_text(json.dumps({"text": f"\ud83d {text}"}))
+    grams = read_grams([str(tmp_path / "eval.jsonl")])[1]
+    assert found_in(grams, text)
+
+
 def test_the_pieces_of_an_only_document_fill_both_splits_and_that_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], short_pieces
 ):
@@ -526,6 +570,27 @@ def test_few_long_documents_are_told_how_to_become_more(
         "there are 2 documents" in errors
         and "end documents within a text file by lines of <|endoftext|>" in errors
     )
+
+
+def test_text_that_the_tokenizer_cannot_spell_is_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """A unigram tokenizer of Latin letters, on texts of which each has two emoji."""
+    made = Tokenizer(models.Unigram())
+    made.pre_tokenizer = pre_tokenizers.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=60, special_tokens=["<unk>", "</s>"], unk_token="<unk>", show_progress=False
+    )
+    made.train_from_iterator(["plain words of latin letters"] * 9, trainer)
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    texts = [f"{'words ' * i}🙂 of 🙂 letters" for i in range(40)]
+    file = write(tmp_path / "a.jsonl", texts)
+    assert local(file, out=tmp_path, tokenizer=folder) == 0
+    assert shards.read_index(tmp_path / "mine").unknown == {"a.jsonl": 80}
+    assert "unknown: 80 tokens of a.jsonl stand for text" in shown(capsys, tmp_path)
 
 
 def test_one_document_cannot_fill_two_splits(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -826,6 +891,16 @@ def test_a_source_that_is_not_there_is_not_advised_to_be_a_command(tmp_path: Pat
         caught.value
     )
     assert "set data.mixture= and data.dir= to what there is" in str(caught.value)
+
+
+def test_a_source_that_is_being_prepared_is_not_finished(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """As where training is started too early; the sentence for absent sources is another line."""
+    assert said(capsys, 2, write(tmp_path / "a.jsonl", ["one text"]), out=tmp_path)
+    lines = shards.missing_source([tmp_path / "mine", tmp_path / "nowhere"]).splitlines()
+    assert lines[0].startswith(f"{tmp_path}/mine is not finished: wait for the `python prepare")
+    assert lines[1].startswith(f"there is no {tmp_path}/nowhere/index.json")
 
 
 def test_a_file_that_may_not_be_read_is_not_to_be_fetched_again(

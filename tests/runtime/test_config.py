@@ -187,7 +187,7 @@ COMPILED = "fp8.recipe=tensorwise fp8.head=true fp8.kernels=true parallel.compil
         ("data.mixture=../x:1", "'../x'"),
         *[(f"data.mixture={text}", "source:") for text in ("web", "web:1,web:2", "web:x")],
         ("data.mixture=web:-1", "positive"),
-        ("data.mixture=web:1,code:1e-9", "positive weight"),
+        ("data.mixture=web:1,code:1e-9", "positive weight that is more than a millionth of"),
         ("fp8.recipe=rowise", "did you mean 'rowwise'"),
         ("checkpoint.at=[1,2", "checkpoint.at"),
         ("fp8.head=true", "fp8.head"),

@@ -20,6 +20,7 @@ import torch
 from eval import demo_questions
 from lib.errors import UserError
 from prepare_data import main
+from runtime import data as runtime_data
 from runtime import shards
 from runtime.data import Data, permute, schedule, shares
 from runtime.shards import damage, read_index, remove_shards
@@ -108,6 +109,7 @@ def test_permute_is_a_permutation_that_spreads(n: int):
         {"a": 1 / 3, "b": 1 / 3, "c": 1 / 3},
         {"a": 1},
         {"a": 0.999, "b": 0.001},
+        {"a": 0.80004, "b": 0.2},  # nearly a simple ratio, and none
         {"a": 1, "b": 2**0.5, "c": 0.1},
         {f"s{i}": 1 + i % 3 for i in range(12)},
         *(
@@ -679,6 +681,30 @@ def test_validation_tokens_that_are_prompts_alone_are_refused(tmp_path: Path):
     conftest.write_shards(tmp_path / "prompts", only_prompts, **OURS, is_masked=True)
     sentence = refusal(tmp_path, "data.mixture=prompts:1")
     assert re.search(r"none of the 12 .* holds a response to learn", sentence)
+
+
+def test_few_validation_windows_without_a_response_are_told_how_many_it_takes(tmp_path: Path):
+    """Of twelve windows, of which eval.tokens=24 takes three, the last alone has responses."""
+    val = np.full(101, MASK)
+    val[-8:] = 97
+    splits = {"train": [np.full(1001, 97, "<u4")], "val": [val]}
+    conftest.write_shards(tmp_path / "prompts", splits, **OURS, is_masked=True)
+    sentence = refusal(tmp_path, "data.mixture=prompts:1")
+    needed = re.search(r"eval.tokens=24 selects 3 .* give eval.tokens=(\d+) or more", sentence)
+    assert needed, sentence
+    data = load(tmp_path, f"data.mixture=prompts:1 eval.tokens={needed[1]}")
+    assert data.val["prompts"].tokens
+
+
+def test_the_share_of_targets_is_of_windows_all_over_the_source(tmp_path: Path, monkeypatch):
+    """The first half of the tokens are prompts, the second responses."""
+    train = np.full(100 * N_CTX + 1, 97, "<u4")
+    train[: 50 * N_CTX] |= MASK
+    splits = {"train": [train], "val": [np.full(101, 97, "<u4")]}
+    conftest.write_shards(tmp_path / "halves", splits, **OURS, is_masked=True)
+    monkeypatch.setattr(runtime_data, "SAMPLED_SEQUENCES", 10)
+    lines = load(tmp_path, "data.mixture=halves:1").describe()
+    assert any("50.00% of its tokens are targets" in line for line in lines), lines
 
 
 def test_training_tokens_that_are_prompts_alone_are_refused(tmp_path: Path):

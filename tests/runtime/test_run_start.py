@@ -97,6 +97,20 @@ def test_weights_alone_bring_no_state(tiny: Config, start_of):
     assert start.origin == origin and start.describe() == f"on from {FOLDER}"
 
 
+@pytest.mark.parametrize(
+    "words, is_read_again",
+    [("", True), ("steps=99", True), ("seed=5", False), ("data.dir=other", False)],
+)
+def test_weights_of_a_run_are_told_to_meet_its_tokens_again(
+    tiny: Config, start_of, words: str, is_read_again: bool
+):
+    origin = {"folder": "other", "step": 4, "tokenizer_sha256": "0" * 64, "run": "other"}
+    point = BranchPoint(FOLDER, manifest_of(tiny, STATE), origin)
+    line = start_of(point=point, words=f"start_from=out/other {words}").describe()
+    sources = ", ".join(sorted(tiny.data.mixture))
+    assert (f"the run before has read {sources} with the same seed" in line) == is_read_again
+
+
 RESUMED = Start(StartKind.RESUME, Progress(), FOLDER, STATE)
 
 
