@@ -256,11 +256,12 @@ def check_branch(config: Config, parent: Config, step: int) -> None:
             " weights"
         )
     _check_ramps(config, parent, step)
+    parents_steps, full_steps = parent.full_steps, config.full_steps
     for k in range(parent.ramp.full_steps_between(0, step)):
-        old = learning_rate(k, parent.full_steps, parent.optim)
-        new = learning_rate(k, config.full_steps, config.optim)
+        old = learning_rate(k, parents_steps, parent.optim)
+        new = learning_rate(k, full_steps, config.optim)
         if old != new:
-            share = parent.optim.warmup_steps(parent.full_steps) / config.full_steps
+            share = parent.optim.warmup_steps(parents_steps) / full_steps
             raise UserError(
                 f"{key}: step {k + 1} of {parent.run} had the learning rate {old:g}, here"
                 f" {new:g}: branches need optim.schedule=wsd in both runs,"
@@ -271,12 +272,13 @@ def check_branch(config: Config, parent: Config, step: int) -> None:
 def _check_ramps(config: Config, parent: Config, step: int) -> None:
     """Raise UserError where data.ramp gives another size to one of the first `step` steps than the
     parent's."""
+    ramp, parents_ramp = config.ramp, parent.ramp
     for k in range(step):
-        if config.ramp.place(k) == parent.ramp.place(k):
+        if ramp.place(k) == parents_ramp.place(k):
             continue
         end = 0
         pairs = []
-        for stage in parent.ramp.stages[:-1]:
+        for stage in parents_ramp.stages[:-1]:
             end += stage.full_steps
             pairs.append(f"{end / config.full_steps!r}:{1 / stage.parts:g}")
         parents_tokens = parent.tokens_at(k + 1) - parent.tokens_at(k)

@@ -120,6 +120,7 @@ def test_help_names_every_option(name: str, capsys: pytest.CaptureFixture[str]):
             {"torchao", "triton"},
         ),
         ("import train", {"torch.distributed.tensor", "torch.distributed.fsdp", "sympy"}),
+        ("import eval.export", {"torch.distributed.tensor", "sympy", "transformers"}),
     ],
 )
 def test_what_is_not_needed_is_not_imported(code: str, unneeded: set):

@@ -6,7 +6,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
 
 from eval.hf.config import architecture_named, gpt_config
 from eval.hf.files import new_folder, read_object
@@ -91,6 +90,9 @@ def write_checkpoint(
 
     `state` is plain JSON. Raises OSError. As runtime/checkpoint.py writes them from training, but
     for temporary name and rename."""
+    # here: it imports sympy and what shards, a third of the command's start
+    from torch.distributed.checkpoint.api import CheckpointException
+
     tensors = {f"model.{name}": t for name, t in weights.items()}
     try:
         files = dump(path, tensors)

@@ -211,8 +211,16 @@ def test_the_failure_of_one_rank_is_said_and_both_train_on(
     ],
 )
 def test_tasks_that_cannot_be_loaded_cost_the_scores_alone(
-    words: str, reason: str, base: Config, capsys: pytest.CaptureFixture[str]
+    words: str,
+    reason: str,
+    base: Config,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # A run sets this before it imports the libraries, which this process has done long ago: they
+    # would ask the network eight times, with pauses of 23 s.
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     config = changed(base, f"run=failing_{words[11:14]} {words} eval.tasks_every=none")
     train.train(config, ALONE)
     (event,) = [row for row in rows(config, "event") if row["event"] == "tasks_failed"]

@@ -38,6 +38,19 @@ SMALL, IN_USE = {"ROWS": 32, "CAST_COLUMNS": 16, "GRAD_COLUMNS": 16, "GROUP": 2}
 # ---------------------------------------------------------------------------- kernels, interpreted
 
 
+@pytest.mark.parametrize("operation, a, b", [("add", 2**31 - 1, 1), ("mul", 2**16, 2**15)])
+def test_integers_of_a_kernel_that_overflow_are_seen(kernels, operation: str, a: int, b: int):
+    """Such as an offset that is not computed in 64 bits."""
+    from triton.runtime import interpreter
+
+    operate = getattr(interpreter.interpreter_semantic, operation)
+    operands = [interpreter._implicit_cvt(value) for value in (a, b)]
+    with pytest.raises(AssertionError, match="int32 overflow"):
+        operate(*operands, True)
+    smaller = interpreter._implicit_cvt(b - 1)
+    assert operate(operands[0], smaller, True).handle.data.item() < 2**31
+
+
 @pytest.mark.parametrize("factor", [1.0, 0.37])
 @pytest.mark.parametrize(
     "M, K, format, dtype, tile",

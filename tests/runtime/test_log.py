@@ -554,3 +554,12 @@ def test_the_steps_asked_for_are_traced(tiny: Config, steps, asked: str, traced:
         profiler.end(step)
     profiler.close()
     assert len(output) == bool(traced) and traced_steps(tiny.run_dir) == traced
+
+
+def test_a_trace_that_cannot_be_written_ends_no_run(tiny: Config):
+    output = []
+    profiler = log.Profiler(replace(tiny, profile="1:1"), ALONE, output.append)
+    (tiny.run_dir / "profile/trace_rank0.pt.trace.json.gz").mkdir(parents=True)
+    profiler.begin(1)
+    profiler.end(1)
+    assert "profile: rank 0 wrote no trace: IsADirectoryError" in output[0]
