@@ -212,6 +212,7 @@ def _train(
     process = subprocess.Popen(
         [sys.executable, "-c", TRAIN, memory_file, file, *words],
         env={
+            "TORCHINDUCTOR_VEC_ISA_OK": "1",  # trying a CPU's vectors takes a new cache 7 s
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, folders)),
             "TORCHINDUCTOR_CACHE_DIR": str(cache.resolve()),
