@@ -1117,7 +1117,7 @@ def test_make_borrowed_runs_with_the_python_that_has_torch(tmp_path, has_environ
     if has_environment:
         (tmp_path / ".venv/bin").mkdir(parents=True)
         (tmp_path / ".venv/bin/python").touch()
-    words = ["make", "-n", "-f", str(ROOT / "Makefile"), "borrowed"]
+    words = ["make", "-n", "--no-print-directory", "-f", str(ROOT / "Makefile"), "borrowed"]
     done = subprocess.run(words, cwd=tmp_path, text=True, capture_output=True)
     assert done.stdout.strip() == f"{python} -m bench.borrowed seconds=540"
 

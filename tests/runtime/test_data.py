@@ -412,6 +412,7 @@ def test_the_index_is_read_as_it_is_written(tmp_path: Path):
         "cut": {},
         "inner_borders": {},
         "replaced": {},
+        "unknown": {},
         "joined_lists": {},
         "odd_rows": [],
         "is_masked": False,
