@@ -19,7 +19,7 @@ from bench.borrowed import PARTS, BorrowedPart, parts_table
 from bench.cells import groups_of, our_cell
 from bench.rows import CellFailure, FailedRow, TimedRow, row_line
 from lib.errors import UserError
-from lib.files import read_bytes, to_line
+from lib.files import to_line
 from lib.machine import GIB
 from runtime.config import load_config
 from runtime.data import Data
@@ -27,7 +27,7 @@ from runtime.environment import Environment
 from runtime.tokenizer import load_tokenizer
 from tests.conftest import ROOT, asked, process
 from tests.helpers.bench_rows import answer, judged
-from tests.helpers.faults import children, wait_for
+from tests.helpers.faults import children, command_line, wait_for
 
 WRITES_TWO = (
     "import sys; from pathlib import Path;"
@@ -151,7 +151,7 @@ def test_what_a_part_has_started_ends_when_it_is_cut(call, gpu, tmp_path):
     slow = part("slow", starts, guess_s=2.0, results="r.jsonl")
     lines, _ = call([slow], "seconds=60", code=1, rehearse=False)
     assert outcomes(lines) == {"slow": "cut"}
-    wait_for(lambda: not read_bytes(f"/proc/{lines[0]['result']}/cmdline"), 10)
+    wait_for(lambda: not command_line(lines[0]["result"]), 10)
 
 
 def test_a_result_that_has_a_line_gets_no_other(call):
@@ -933,7 +933,7 @@ def test_a_training_ends_with_who_asked_for_it(tmp_path):
     (training,) = wait_for(lambda: children(parent.pid))
     parent.kill()
     parent.wait()
-    wait_for(lambda: not read_bytes(f"/proc/{training}/cmdline"), 10)
+    wait_for(lambda: not command_line(training), 10)
 
 
 def row_of_training(steps: int, failure: str | None) -> trainings.TrainingRow:

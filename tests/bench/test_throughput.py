@@ -40,7 +40,6 @@ from bench.rows import (
 from bench.throughput import choose_cells
 from bench.timing import Timer, run_cell
 from lib.errors import UserError
-from lib.files import read_bytes
 from lib.machine import nvidia_smi
 from model import GPT
 from runtime import parallel
@@ -48,7 +47,7 @@ from runtime.config import Config, load_config
 from runtime.optim import build_optimizer
 from tests.conftest import ROOT, asked
 from tests.helpers.bench_rows import TOKENS, answer, judged
-from tests.helpers.faults import children, wait_for
+from tests.helpers.faults import children, command_line, wait_for
 
 TOY = our_cell(
     "toy",
@@ -949,7 +948,7 @@ def test_a_process_that_hangs_or_crashes_is_a_failure_and_leaves_nothing(
 
 def cells_of(pid: int) -> list[int]:
     """The children of a process that time a cell."""
-    return [child for child in children(pid) if b"--cell" in read_bytes(f"/proc/{child}/cmdline")]
+    return [child for child in children(pid) if b"--cell" in command_line(child)]
 
 
 def test_a_cell_dies_with_who_asked_for_it(tmp_path: Path) -> None:
@@ -959,7 +958,7 @@ def test_a_cell_dies_with_who_asked_for_it(tmp_path: Path) -> None:
     cell = wait_for(lambda: cells_of(parent.pid))[0]
     parent.kill()
     parent.wait()
-    wait_for(lambda: not read_bytes(f"/proc/{cell}/cmdline"), 10)
+    wait_for(lambda: not command_line(cell), 10)
 
 
 # --------------------------------------------------------------------------- the page, the figure

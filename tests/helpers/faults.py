@@ -33,7 +33,7 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.distributed.run import main as torchrun
 
 import train
-from lib.files import read_rows
+from lib.files import read_bytes, read_rows
 from model import GPT
 from runtime import parallel
 from runtime.config import Config
@@ -226,11 +226,19 @@ def launch_environment(rank: int, ranks: int, port: int) -> dict[str, object]:
 
 def children(pid: int) -> list[int]:
     """The processes that `pid` has started and that are alive or not yet waited for."""
-    return sorted(
-        int(child)
-        for file in Path(f"/proc/{pid}/task").glob("*/children")
-        for child in file.read_text().split()
-    )
+    pids: list[int] = []
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # of a thread that has ended
+            pids += map(int, file.read_text().split())
+    return sorted(pids)
+
+
+def command_line(pid: int) -> bytes:
+    """The words of a process; b"" where it has ended, waited for or not, or ends between the
+    opening of its file and the reading, which is an error of its own."""
+    with suppress(ProcessLookupError):
+        return read_bytes(f"/proc/{pid}/cmdline")
+    return b""
 
 
 def wait_for(condition: Callable[[], Value], seconds: float = 120) -> Value:

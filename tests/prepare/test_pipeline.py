@@ -30,14 +30,14 @@ from datatrove.executor import slurm
 from bench import data as benchmark
 from lib import progress
 from lib.errors import UserError
-from lib.files import read_bytes, write_json
+from lib.files import write_json
 from prepare import harvest, layout, pieces, text_reader, writing
 from prepare.decontaminate import found_in, read_grams
 from prepare_data import main
 from runtime import shards
 from runtime.tokenizer import Tokenizer, load_tokenizer
 from tests.conftest import ROOT, asked, process
-from tests.helpers.faults import children, flip_bit, wait_for
+from tests.helpers.faults import children, command_line, flip_bit, wait_for
 from tests.helpers.text_files import DOCUMENTS, PACK, some_documents, write, write_rows
 
 
@@ -779,11 +779,6 @@ def start_with_workers(big: Big, out: Path) -> tuple[subprocess.Popen[str], list
         time.sleep(0.01)
     workers = [pid for pid in children(run.pid) if b"spawn_main" in command_line(pid)]
     return run, workers
-
-
-def command_line(pid: int) -> bytes:
-    """Empty where the process has ended, waited for or not."""
-    return read_bytes(f"/proc/{pid}/cmdline")
 
 
 def wait_for_ends(pids: list[int]) -> None:

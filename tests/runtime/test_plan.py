@@ -33,7 +33,7 @@ from runtime.roofline import (
     step,
 )
 from tests.conftest import ALONE, ROOT, asked, changed
-from tests.helpers.faults import FORKS, children, wait_for
+from tests.helpers.faults import FORKS, children, command_line, wait_for
 
 FULL, BROKEN = MemoryError(), MachineError("a kernel's offset")
 FP8_RUN = load_config(ROOT / "configs/gpt1p5b_fp8.py")  # T=2048
@@ -651,14 +651,14 @@ def test_a_trial_ends_with_its_parent(tiny: Config):
         lambda: [
             p
             for p in children(parent.pid)
-            if b"spawn_main" in read_bytes(f"/proc/{p}/cmdline")
+            if b"spawn_main" in command_line(p)
             # pages: it trains, in a GiB
             and int(read_bytes(f"/proc/{p}/statm").split()[1]) > 2**18
         ]
     )
     parent.kill()
     parent.join()
-    wait_for(lambda: not read_bytes(f"/proc/{trial[0]}/cmdline"), 30)  # it does not go on alone
+    wait_for(lambda: not command_line(trial[0]), 30)  # it does not go on alone
 
 
 def test_a_run_finds_its_micro_batch_and_keeps_it(tiny: Config, run: Callable[..., str]):
